@@ -1,0 +1,387 @@
+"""video_sparse_attention: tile, route, attend, add the gated coarse branch, untile.  And explain."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv
+from vsa_jax.block_sparse.base import Implementation, Problem, Sizes, accumulator
+from vsa_jax.block_sparse.choice import choose, survey
+from vsa_jax.layout import TileLayout
+from vsa_jax.routing import Plan, everything, pool_tiles, routing_scores, static_scale, tile_sizes_of
+from vsa_jax.selection import TileSelection
+from vsa_jax.sharding import Placement, check_key_placement, check_placement, placement_of
+from vsa_jax.tiling import check_tokens, tile_tokens, untile_tokens
+
+# Scores beyond this are made, ranked and averaged in blocks of rows.
+MAX_SCORE_BYTES = 256 * 2**20
+
+
+class Aux(NamedTuple):
+  """What a call can return beside its output."""
+
+  selection: TileSelection
+  lse: jax.Array  # natural log, [B, L, N] ([B, P, N] when tiled), float32 or float64
+
+
+def video_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layout: TileLayout,
+    *,
+    sparsity: float | Sequence[float] | None = None,
+    topk: int | Sequence[int] | None = None,
+    budget: Any = None,
+    gate: jax.Array | None = None,
+    tiled: bool = False,
+    prefix: str = "exempt",
+    tile_sizes: Any = None,
+    scale: float | None = None,
+    precision: Any = None,
+    implementation: str | Implementation | Sequence[str | Implementation] | None = None,
+    sharding: jax.sharding.NamedSharding | None = None,
+    return_aux: bool = False,
+) -> Any:
+  """Video Sparse Attention of one packed sequence (arXiv 2505.13389; spec 1-4).
+
+  Prefix (text, audio, image) queries see everything.  A video query tile sees the whole prefix and, of
+  each video region, the tiles whose mean key scores highest with its mean query; attention over what is
+  kept is exact.  Keeping everything, with no gate, is `jax.nn.dot_product_attention`.
+
+  Letters: B batch, L tokens, P padded tokens, N query heads, K kv heads, H head dim, J tiles.
+
+  Args:
+    query: [B, L, N, H] in packed order ([B, P, N, H] when tiled); positions already applied.
+    key, value: [B, L, K, H] (P when tiled), of query's dtype; N is a multiple of K.
+    layout: the geometry of the sequence.
+    sparsity: the share of each video region's tiles to drop, in [0, 1]; a scalar or one per region.
+    topk: or the number of tiles to keep; a scalar or one per region.  Exactly one of the two.
+    budget: ints that broadcast to [B, N, J, regions]: tiles to keep, at most what sparsity or topk says.
+      It may be traced, so it can change from step to step without recompiling.
+    gate: None: no coarse branch.  Else a floating array that broadcasts to query's shape, and
+      out = fine + gate * coarse, where coarse is softmax(tile scores over all tiles) . mean value, equal
+      for all tokens of a tile.  A gate of zeros gives the same output as None, and still has a gradient.
+      Other packages add the coarse branch at weight 1 when the gate is left out; this one does not.
+    tiled: query, key, value, the gate, the output and Aux.lse are in tiled order.
+    prefix: "exempt", or "compete" (spec 2.4; one video region).
+    tile_sizes: int [J] or [B, J], valid tokens of each tile where samples differ, see
+      `TileLayout.tile_sizes_for`; default layout.tile_sizes.
+    scale: static real > 0, of attention, routing and coarse branch; default H**-0.5.
+    precision: of the attention matmuls; routing and coarse branch are always HIGHEST.
+    implementation: of the attention over kept tiles; see `block_sparse_attention`.
+    sharding: the NamedSharding of query where types do not carry it (auto mode); batch and heads only.
+    return_aux: return (out, Aux(selection, lse)).
+
+  Returns:
+    out, of query's shape and dtype, or (out, Aux).
+
+  Raises:
+    ValueError: a wrong argument; the message names it, what it got, what it wants.
+    NotImplementedError: an implementation asked for by name cannot run this here.
+  """
+  options, operands = _prepare(
+      query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+  )
+  placement = placement_of(query, sharding)
+  options = dataclasses.replace(
+      options, implementation=choose(implementation, options.problem, placed=placement is not None)
+  )
+  run = functools.partial(_attention, options)
+  if placement is not None:
+    run = _on_shards(run, options, placement, operands)
+  out, aux = run(operands)
+  return (out, aux) if return_aux else out
+
+
+class _Operands(NamedTuple):
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  tile_sizes: jax.Array  # int32 [B, J]
+  budget: jax.Array | None  # [1 or B, 1 or N, J, regions]
+  gate: jax.Array | None  # 4-D, each axis 1 or query's
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+  """The static side of a call."""
+
+  layout: TileLayout
+  sparsity: Any
+  topk: Any
+  prefix: str
+  has_budget: bool
+  tiled: bool
+  ragged: bool  # whether any tile may have padding
+  scale: float
+  precision: Any
+  problem: Problem
+  implementation: Any = None
+
+  @property
+  def plan(self) -> Plan:
+    return Plan(self.layout, self.sparsity, self.topk, self.prefix, has_budget=self.has_budget)
+
+
+def _prepare(
+    query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+) -> tuple[_Options, _Operands]:
+  """Checks every argument."""
+  check_qkv(query, key, value)
+  for name, x in (("query", query), ("key", key), ("value", value)):
+    check_tokens(x, name, layout, tiled=tiled)
+  batch, _, heads, head_dim = query.shape
+  plan = Plan(layout, sparsity, topk, prefix, has_budget=budget is not None)
+  if budget is not None:
+    budget = plan.check_budget(budget, batch, heads)
+  if gate is not None:
+    gate = _check_gate(gate, query)
+  ragged = layout.is_ragged or tile_sizes is not None
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes)
+  problem = Problem(
+      query.dtype,
+      batch,
+      heads,
+      key.shape[2],
+      head_dim,
+      layout.tile_size,
+      layout.num_tiles,
+      layout.num_tiles,
+      0 if plan.keeps_all else sum(plan.widths),
+  )
+  options = _Options(
+      layout,
+      _hashable(sparsity),
+      _hashable(topk),
+      prefix,
+      budget is not None,
+      bool(tiled),
+      ragged,
+      static_scale(scale, head_dim),
+      check_precision(precision),
+      problem,
+  )
+  return options, _Operands(query, key, value, sizes, budget, gate)
+
+
+def _hashable(value: Any) -> Any:
+  return tuple(value) if isinstance(value, (Sequence, np.ndarray)) and np.ndim(value) == 1 else value
+
+
+def _check_gate(gate: Any, query: jax.Array) -> jax.Array:
+  shape = np.shape(gate)
+  dtype = getattr(gate, "dtype", None)
+  dtype = np.result_type(type(gate)) if dtype is None else dtype
+  fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(shape[::-1], query.shape[::-1], strict=False))
+  if not jnp.issubdtype(dtype, jnp.floating) or not fits:
+    raise ValueError(f"gate: got {dtype}{list(shape)}, want floating, broadcastable to query's shape {list(query.shape)}")
+  return jnp.asarray(gate).reshape((1,) * (4 - len(shape)) + shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention(options: _Options, operands: _Operands) -> tuple[jax.Array, Aux]:
+  """The op on one device (or one shard)."""
+  layout, sizes = options.layout, operands.tile_sizes
+  query, key, value = operands[:3]
+  gate = operands.gate
+  if not options.tiled:
+    query, key, value = (tile_tokens(x, layout) for x in (query, key, value))
+    if gate is not None and gate.shape[1] != 1:
+      gate = tile_tokens(gate, layout)
+
+  selection, coarse = _route(options, query, key, value, sizes, operands.budget, with_coarse=gate is not None)
+  static = (options.implementation, options.scale, options.precision)
+  out, lse = attend_local(static, query, key, value, selection, Sizes(sizes, sizes))
+  if gate is not None:
+    out = _combine(options, out, gate, coarse, sizes)
+  if not options.tiled:
+    out, lse = untile_tokens(out, layout), untile_tokens(lse, layout)
+  return out, Aux(selection, lse)
+
+
+def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: bool):
+  """(selection, coarse [B, N, J, H] or None)."""
+  layout, plan = options.layout, options.plan
+  batch, _, heads, _ = query.shape
+  ranks = not plan.keeps_all
+  if not ranks and not with_coarse:
+    return everything(layout, batch, heads), None
+  sizes_or_none = sizes if options.ragged else None
+  pooled_query, pooled_key = (pool_tiles(x, layout, sizes_or_none) for x in (query, key))
+  pooled_value = pool_tiles(value, layout, sizes_or_none) if with_coarse else None
+
+  def rows(pooled_query, budget):
+    scores = routing_scores(pooled_query, pooled_key, options.scale, tile_sizes=sizes_or_none)
+    lists = plan.rank(scores, budget) if ranks else None
+    return lists, _coarse(scores, pooled_value) if with_coarse else None
+
+  tiles = layout.num_tiles
+  row_bytes = batch * heads * tiles * pooled_query.dtype.itemsize
+  block = max(1, min(tiles, MAX_SCORE_BYTES // max(row_bytes, 1)))
+  if block == tiles:
+    lists, coarse = rows(pooled_query, budget)
+  else:
+    lists, coarse = _in_row_blocks(rows, block, pooled_query, budget)
+  if not ranks:
+    return everything(layout, batch, heads), coarse
+  indices, counts = (x[:, :, layout.num_prefix_tiles :] for x in lists)
+  return plan.selection(indices, counts), coarse
+
+
+def _in_row_blocks(rows: Any, block: int, pooled_query: jax.Array, budget: jax.Array | None) -> Any:
+  """`rows` over blocks of query tiles, one after the other; the backward makes the scores again."""
+  tiles = pooled_query.shape[1]
+  count = -(-tiles // block)
+
+  def cut(x: jax.Array, axis: int) -> jax.Array:
+    x = jnp.pad(x, [(0, count * block - tiles if a == axis else 0) for a in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :]), axis, 0)
+
+  def join(x: jax.Array) -> jax.Array:  # [count, B, N, block, ...]
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], count * block, *x.shape[4:])[:, :, :tiles]
+
+  blocks = (cut(pooled_query, 1), None if budget is None else cut(budget, 2))
+  return jax.tree.map(join, lax.map(jax.checkpoint(lambda b: rows(*b)), blocks))
+
+
+def _coarse(scores: jax.Array, pooled_value: jax.Array) -> jax.Array:
+  """softmax(scores) . pooled value [B, J, K, H] -> [B, N, rows, H]; 0 where every key tile is empty."""
+  top = lax.stop_gradient(scores.max(-1, keepdims=True))
+  weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
+  total = weights.sum(-1, keepdims=True)
+  weights = weights / jnp.where(total == 0, 1, total)
+  batch, heads, rows, tiles = weights.shape
+  kv_heads = pooled_value.shape[2]
+  weights = weights.reshape(batch, kv_heads, heads // kv_heads, rows, tiles)
+  coarse = jnp.einsum("bkgqj,bjkh->bkgqh", weights, pooled_value, precision=lax.Precision.HIGHEST)
+  return coarse.reshape(batch, heads, rows, pooled_value.shape[3])
+
+
+def _combine(options: _Options, fine: jax.Array, gate: jax.Array, coarse: jax.Array, sizes: jax.Array) -> jax.Array:
+  """fine + gate * coarse, rounded once; all in tiled order."""
+  batch, length, heads, head_dim = fine.shape
+  layout = options.layout
+  dtype = accumulator(fine.dtype)
+  by_tile = (batch, layout.num_tiles, layout.tile_size, heads, head_dim)
+  if gate.shape[1] == 1:
+    gate = gate[:, :, None]
+  else:
+    gate = gate.reshape(gate.shape[0], layout.num_tiles, layout.tile_size, *gate.shape[2:])
+  gate = jnp.broadcast_to(gate, by_tile).astype(dtype)
+  valid = (jnp.arange(layout.tile_size) < sizes[..., None])[..., None, None]
+  if options.ragged:
+    gate = jnp.where(valid, gate, 0)  # before the product: its padding may hold NaN
+  coarse = jnp.moveaxis(coarse, 1, 2)[:, :, None]
+  out = fine.reshape(by_tile).astype(dtype) + gate * coarse
+  if options.ragged:
+    out = jnp.where(valid, out, 0)
+  return out.reshape(batch, length, heads, head_dim).astype(fine.dtype)
+
+
+def _on_shards(run: Any, options: _Options, placement: Placement, operands: _Operands) -> Any:
+  """`run` inside one shard_map."""
+  query, key, _, sizes, budget, gate = operands
+  check_key_placement(placement, query, key, operands.value)
+  tokens, keys = placement.spec(query.shape, 0, 2), placement.spec(key.shape, 0, 2)
+  gate_spec = None if gate is None else placement.spec(gate.shape, 0, 2)
+  if gate is not None and gate.shape == query.shape:
+    check_placement(placement, "gate", gate, gate_spec)
+  in_specs = _Operands(
+      tokens,
+      keys,
+      keys,
+      placement.spec(sizes.shape, 0),
+      None if budget is None else placement.spec(budget.shape, 0, 1),
+      gate_spec,
+  )
+  lists = PartitionSpec(placement.batch, placement.heads)
+  lse = placement.spec(query.shape[:3], 0, 2)
+  return placement.shard_map(run, (in_specs,), (tokens, Aux(lists, lse)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """What a call would run, and why; print it."""
+
+  layout: TileLayout
+  problem: Problem
+  chosen: str | None  # None: what was asked for cannot run
+  reasons: dict[str, str | None]  # by implementation: why it cannot run this call, None if it can
+  kept_pairs: int  # tile pairs computed, per head
+  devices: str
+
+  @property
+  def kept_fraction(self) -> float:
+    """Tile pairs computed over all tile pairs."""
+    return self.kept_pairs / self.layout.num_tiles**2
+
+  def __str__(self) -> str:
+    layout = self.layout
+    lines = [
+        f"{layout.num_tokens} tokens in {layout.num_tiles} tiles of {layout.tile_size} ({layout.num_prefix_tiles} prefix"
+        f" tiles; video regions of {[stop - start for start, stop in layout.video_spans]} tiles),"
+        f" {layout.padded_length - layout.num_tokens} slots of padding",
+        f"keeps {self.kept_pairs} of {layout.num_tiles**2} tile pairs per head ({self.kept_fraction:.1%})",
+        f"jax {jax.__version__} on {self.devices}",
+    ]
+    for name, reason in self.reasons.items():
+      verdict = "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
+      lines.append(f"  {name:<10} {verdict}")
+    return "\n".join(lines)
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    layout: TileLayout,
+    *,
+    implementation: str | Implementation | Sequence[str | Implementation] | None = None,
+    sharding: jax.sharding.NamedSharding | None = None,
+    **arguments: Any,
+) -> Explanation:
+  """Says which implementation `video_sparse_attention` would run on these arguments, and why no other.
+
+  Args:
+    query, key, value: arrays, or jax.ShapeDtypeStruct.
+    layout, implementation, sharding, arguments: as for `video_sparse_attention`.
+
+  Returns:
+    An Explanation; `print` it.
+
+  Raises:
+    ValueError: as `video_sparse_attention` would.
+  """
+  signature = inspect.signature(video_sparse_attention)
+  bound = signature.bind(query, key, value, layout, **arguments)
+  bound.apply_defaults()
+  names = inspect.signature(_prepare).parameters
+  options, _ = _prepare(**{name: bound.arguments[name] for name in names})
+  placed = placement_of(query, sharding) is not None
+  plan, tiles, prefix = options.plan, layout.num_tiles, layout.num_prefix_tiles
+  try:
+    chosen = choose(implementation, options.problem, placed=placed).name
+  except NotImplementedError:
+    chosen = None
+  per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + sum(plan.widths)
+  device = jax.devices()[0]
+  return Explanation(
+      layout=layout,
+      problem=options.problem,
+      chosen=chosen,
+      reasons=survey(options.problem),
+      kept_pairs=prefix * tiles + (tiles - prefix) * per_row,
+      devices=f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+  )

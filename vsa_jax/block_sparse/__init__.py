@@ -1,0 +1,1 @@
+"""Exact softmax attention over the key tiles that each query tile keeps."""
