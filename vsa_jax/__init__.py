@@ -5,6 +5,7 @@ from vsa_jax.attention import explain as explain
 from vsa_jax.attention import video_sparse_attention as video_sparse_attention
 from vsa_jax.block_sparse.api import block_sparse_attention as block_sparse_attention
 from vsa_jax.layout import TileLayout as TileLayout
+from vsa_jax.nnx import VSAAttention as VSAAttention
 from vsa_jax.routing import pool_tiles as pool_tiles
 from vsa_jax.routing import routing_scores as routing_scores
 from vsa_jax.routing import select_tiles as select_tiles

@@ -35,23 +35,23 @@ class Aux(NamedTuple):
 
 
 def video_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    layout: TileLayout,
-    *,
-    sparsity: float | Sequence[float] | None = None,
-    topk: int | Sequence[int] | None = None,
-    budget: Any = None,
-    gate: jax.Array | None = None,
-    tiled: bool = False,
-    prefix: str = "exempt",
-    tile_sizes: Any = None,
-    scale: float | None = None,
-    precision: Any = None,
-    implementation: str | Implementation | Sequence[str | Implementation] | None = None,
-    sharding: jax.sharding.NamedSharding | None = None,
-    return_aux: bool = False,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  layout: TileLayout,
+  *,
+  sparsity: float | Sequence[float] | None = None,
+  topk: int | Sequence[int] | None = None,
+  budget: Any = None,
+  gate: jax.Array | None = None,
+  tiled: bool = False,
+  prefix: str = "exempt",
+  tile_sizes: Any = None,
+  scale: float | None = None,
+  precision: Any = None,
+  implementation: str | Implementation | Sequence[str | Implementation] | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
+  return_aux: bool = False,
 ) -> Any:
   """Video Sparse Attention of one packed sequence (arXiv 2505.13389; spec 1-4).
 
@@ -91,11 +91,11 @@ def video_sparse_attention(
     NotImplementedError: an implementation asked for by name cannot run this here.
   """
   options, operands = _prepare(
-      query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+    query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
   )
   placement = placement_of(query, sharding)
   options = dataclasses.replace(
-      options, implementation=choose(implementation, options.problem, placed=placement is not None)
+    options, implementation=choose(implementation, options.problem, placed=placement is not None)
   )
   run = functools.partial(_attention, options)
   if placement is not None:
@@ -105,12 +105,14 @@ def video_sparse_attention(
 
 
 class _Operands(NamedTuple):
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
-  tile_sizes: jax.Array  # int32 [B, J]
-  budget: jax.Array | None  # [1 or B, 1 or N, J, regions]
-  gate: jax.Array | None  # 4-D, each axis 1 or query's
+  """The arrays of a call; also the form of a tree of their specs."""
+
+  query: Any
+  key: Any
+  value: Any
+  tile_sizes: Any  # int32 [B, J]
+  budget: Any  # None, or [1 or B, 1 or N, J, regions]
+  gate: Any  # None, or 4-D, each axis 1 or query's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ class _Options:
 
 
 def _prepare(
-    query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+  query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
 ) -> tuple[_Options, _Operands]:
   """Checks every argument."""
   check_qkv(query, key, value)
@@ -150,27 +152,27 @@ def _prepare(
   ragged = layout.is_ragged or tile_sizes is not None
   sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes)
   problem = Problem(
-      query.dtype,
-      batch,
-      heads,
-      key.shape[2],
-      head_dim,
-      layout.tile_size,
-      layout.num_tiles,
-      layout.num_tiles,
-      0 if plan.keeps_all else sum(plan.widths),
+    query.dtype,
+    batch,
+    heads,
+    key.shape[2],
+    head_dim,
+    layout.tile_size,
+    layout.num_tiles,
+    layout.num_tiles,
+    0 if plan.keeps_all else sum(plan.widths),
   )
   options = _Options(
-      layout,
-      _hashable(sparsity),
-      _hashable(topk),
-      prefix,
-      budget is not None,
-      bool(tiled),
-      ragged,
-      static_scale(scale, head_dim),
-      check_precision(precision),
-      problem,
+    layout,
+    _hashable(sparsity),
+    _hashable(topk),
+    prefix,
+    budget is not None,
+    bool(tiled),
+    ragged,
+    static_scale(scale, head_dim),
+    check_precision(precision),
+    problem,
   )
   return options, _Operands(query, key, value, sizes, budget, gate)
 
@@ -185,7 +187,9 @@ def _check_gate(gate: Any, query: jax.Array) -> jax.Array:
   dtype = np.result_type(type(gate)) if dtype is None else dtype
   fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(shape[::-1], query.shape[::-1], strict=False))
   if not jnp.issubdtype(dtype, jnp.floating) or not fits:
-    raise ValueError(f"gate: got {dtype}{list(shape)}, want floating, broadcastable to query's shape {list(query.shape)}")
+    raise ValueError(
+      f"gate: got {dtype}{list(shape)}, want floating, broadcastable to query's shape {list(query.shape)}"
+    )
   return jnp.asarray(gate).reshape((1,) * (4 - len(shape)) + shape)
 
 
@@ -224,7 +228,7 @@ def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: 
   def rows(pooled_query, budget):
     scores = routing_scores(pooled_query, pooled_key, options.scale, tile_sizes=sizes_or_none)
     lists = plan.rank(scores, budget) if ranks else None
-    return lists, _coarse(scores, pooled_value) if with_coarse else None
+    return lists, None if pooled_value is None else _coarse(scores, pooled_value)
 
   tiles = layout.num_tiles
   row_bytes = batch * heads * tiles * pooled_query.dtype.itemsize
@@ -294,21 +298,21 @@ def _on_shards(run: Any, options: _Options, placement: Placement, operands: _Ope
   """`run` inside one shard_map."""
   query, key, _, sizes, budget, gate = operands
   check_key_placement(placement, query, key, operands.value)
-  tokens, keys = placement.spec(query.shape, 0, 2), placement.spec(key.shape, 0, 2)
-  gate_spec = None if gate is None else placement.spec(gate.shape, 0, 2)
+  tokens: Any = placement.spec(query.shape, 0, 2)
+  gate_spec: Any = None if gate is None else placement.spec(gate.shape, 0, 2)
   if gate is not None and gate.shape == query.shape:
     check_placement(placement, "gate", gate, gate_spec)
-  in_specs = _Operands(
-      tokens,
-      keys,
-      keys,
-      placement.spec(sizes.shape, 0),
-      None if budget is None else placement.spec(budget.shape, 0, 1),
-      gate_spec,
+  specs = _Operands(
+    tokens,
+    placement.spec(key.shape, 0, 2),
+    placement.spec(key.shape, 0, 2),
+    placement.spec(sizes.shape, 0),
+    None if budget is None else placement.spec(budget.shape, 0, 1),
+    gate_spec,
   )
-  lists = PartitionSpec(placement.batch, placement.heads)
-  lse = placement.spec(query.shape[:3], 0, 2)
-  return placement.shard_map(run, (in_specs,), (tokens, Aux(lists, lse)))
+  selection: Any = PartitionSpec(placement.batch, placement.heads)
+  lse: Any = placement.spec(query.shape[:3], 0, 2)
+  return placement.shard_map(run, (specs,), (tokens, Aux(selection, lse)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,11 +334,11 @@ class Explanation:
   def __str__(self) -> str:
     layout = self.layout
     lines = [
-        f"{layout.num_tokens} tokens in {layout.num_tiles} tiles of {layout.tile_size} ({layout.num_prefix_tiles} prefix"
-        f" tiles; video regions of {[stop - start for start, stop in layout.video_spans]} tiles),"
-        f" {layout.padded_length - layout.num_tokens} slots of padding",
-        f"keeps {self.kept_pairs} of {layout.num_tiles**2} tile pairs per head ({self.kept_fraction:.1%})",
-        f"jax {jax.__version__} on {self.devices}",
+      f"{layout.num_tokens} tokens in {layout.num_tiles} tiles of {layout.tile_size} ({layout.num_prefix_tiles} prefix"
+      f" tiles; video regions of {[stop - start for start, stop in layout.video_spans]} tiles),"
+      f" {layout.padded_length - layout.num_tokens} slots of padding",
+      f"keeps {self.kept_pairs} of {layout.num_tiles**2} tile pairs per head ({self.kept_fraction:.1%})",
+      f"jax {jax.__version__} on {self.devices}",
     ]
     for name, reason in self.reasons.items():
       verdict = "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
@@ -343,14 +347,14 @@ class Explanation:
 
 
 def explain(
-    query: Any,
-    key: Any,
-    value: Any,
-    layout: TileLayout,
-    *,
-    implementation: str | Implementation | Sequence[str | Implementation] | None = None,
-    sharding: jax.sharding.NamedSharding | None = None,
-    **arguments: Any,
+  query: Any,
+  key: Any,
+  value: Any,
+  layout: TileLayout,
+  *,
+  implementation: str | Implementation | Sequence[str | Implementation] | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
+  **arguments: Any,
 ) -> Explanation:
   """Says which implementation `video_sparse_attention` would run on these arguments, and why no other.
 
@@ -378,10 +382,10 @@ def explain(
   per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + sum(plan.widths)
   device = jax.devices()[0]
   return Explanation(
-      layout=layout,
-      problem=options.problem,
-      chosen=chosen,
-      reasons=survey(options.problem),
-      kept_pairs=prefix * tiles + (tiles - prefix) * per_row,
-      devices=f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+    layout=layout,
+    problem=options.problem,
+    chosen=chosen,
+    reasons=survey(options.problem),
+    kept_pairs=prefix * tiles + (tiles - prefix) * per_row,
+    devices=f"{jax.device_count()} x {device.device_kind} ({device.platform})",
   )

@@ -54,8 +54,8 @@ class TileLayout:
     object.__setattr__(self, "segments", _normalise_segments(segments))
     if self.padded_length > _INT32_MAX:
       raise ValueError(
-          f"segments: got {self.padded_length} slots after padding, want at most {_INT32_MAX} (slots are"
-          " int32); cut the sequence or choose a tile that divides it better"
+        f"segments: got {self.padded_length} slots after padding, want at most {_INT32_MAX} (slots are"
+        " int32); cut the sequence or choose a tile that divides it better"
       )
 
   @property
@@ -172,10 +172,10 @@ def _normalise_segments(segments: Any) -> tuple[Segment, ...]:
     items = list(segments)
   except TypeError:
     raise ValueError(f"segments: got {segments!r}, {want}") from None
-  normal = []
+  normal: list[Segment] = []
   for i, item in enumerate(items):
     try:
-      segment = tuple(_int(n) for n in item) if np.ndim(item) else _int(item)
+      segment: Any = tuple(_int(n) for n in item) if np.ndim(item) else _int(item)
     except (TypeError, ValueError):
       raise ValueError(f"segments[{i}]: got {item!r}, {want}") from None
     if isinstance(segment, int):
@@ -185,7 +185,7 @@ def _normalise_segments(segments: Any) -> tuple[Segment, ...]:
         normal.append(segment)
     elif len(segment) != 3 or min(segment) < 1:
       raise ValueError(
-          f"segments[{i}]: got {item!r}, want three positive ints (T, H, W); leave an absent video out of the list"
+        f"segments[{i}]: got {item!r}, want three positive ints (T, H, W); leave an absent video out of the list"
       )
     else:
       normal.append(segment)
@@ -213,25 +213,24 @@ class _Pieces:
 
 @functools.lru_cache(maxsize=256)
 def _pieces(layout: TileLayout) -> _Pieces:
-  segment, start, extent, plane = [], [], [], []
-
-  def add(index, starts, extents, planes):
-    segment.append(np.full(starts.shape, index))
-    start.append(starts)
-    extent.append(extents)
-    plane.append(planes)
-
+  parts: list[tuple[np.ndarray, ...]] = []  # (segment, start, extent, plane) of a segment's tiles
   for i, s in enumerate(layout.segments):
     if isinstance(s, int):
       starts, extents = _cut(s, layout.tile_size)
-      add(i, starts, extents, np.ones_like(starts))
+      parts.append((np.full_like(starts, i), starts, extents, np.ones_like(starts)))
   for i, s in enumerate(layout.segments):
     if not isinstance(s, int):
       (starts, frames), (_, rows), (_, columns) = (_cut(n, b) for n, b in zip(s, layout.tile, strict=True))
       planes = np.multiply.outer(rows, columns).ravel()
-      add(i, np.repeat(starts, planes.size), np.repeat(frames, planes.size), np.tile(planes, starts.size))
+      starts, frames, planes = (
+        np.repeat(starts, planes.size),
+        np.repeat(frames, planes.size),
+        np.tile(planes, starts.size),
+      )
+      parts.append((np.full_like(starts, i), starts, frames, planes))
+  segment, start, extent, plane = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
   unit = np.array([1 if isinstance(s, int) else s[1] * s[2] for s in layout.segments])
-  return _Pieces(*(np.concatenate(a) for a in (segment, start, extent, plane)), unit)
+  return _Pieces(segment, start, extent, plane, unit)
 
 
 def _cut(length: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -246,8 +245,8 @@ def _check_lengths(lengths: np.ndarray, segments: tuple[Segment, ...], unit: np.
   if wrong.size:
     b, i = wrong[0]
     raise ValueError(
-        f"lengths[{b}, {i}]: got {lengths[b, i]}, want 0..{full[i]} in steps of {unit[i]} for segment"
-        f" {segments[i]} (a video is valid in whole frames)"
+      f"lengths[{b}, {i}]: got {lengths[b, i]}, want 0..{full[i]} in steps of {unit[i]} for segment"
+      f" {segments[i]} (a video is valid in whole frames)"
     )
 
 
@@ -292,8 +291,8 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 
 jax.export.register_pytree_node_serialization(
-    TileLayout,
-    serialized_name="vsa_jax.TileLayout",
-    serialize_auxdata=lambda layout: json.dumps([layout.segments, layout.tile]).encode(),
-    deserialize_auxdata=lambda data: TileLayout(*json.loads(data)),
+  TileLayout,
+  serialized_name="vsa_jax.TileLayout",
+  serialize_auxdata=lambda layout: json.dumps([layout.segments, layout.tile]).encode(),
+  deserialize_auxdata=lambda data: TileLayout(*json.loads(data)),
 )

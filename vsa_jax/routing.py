@@ -49,7 +49,7 @@ def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax
 
 
 def routing_scores(
-    pooled_query: jax.Array, pooled_key: jax.Array, scale: float | None = None, *, tile_sizes: Any = None
+  pooled_query: jax.Array, pooled_key: jax.Array, scale: float | None = None, *, tile_sizes: Any = None
 ) -> jax.Array:
   """scale * mean(query tile) . mean(key tile), at Precision.HIGHEST (spec 2.2).
 
@@ -69,8 +69,8 @@ def routing_scores(
   """
   if pooled_query.ndim != 4 or pooled_key.ndim != 4 or pooled_query.shape[::3] != pooled_key.shape[::3]:
     raise ValueError(
-        f"pooled_key: got {list(pooled_key.shape)} for pooled_query {list(pooled_query.shape)}, want [B, Jk, K, H]"
-        " and [B, Jq, N, H] with equal B and H"
+      f"pooled_key: got {list(pooled_key.shape)} for pooled_query {list(pooled_query.shape)}, want [B, Jk, K, H]"
+      " and [B, Jq, N, H] with equal B and H"
     )
   batch, rows, heads, dim = pooled_query.shape
   _, columns, kv_heads, _ = pooled_key.shape
@@ -116,8 +116,8 @@ def region_budgets(layout: TileLayout, sparsity: Any, topk: Any) -> tuple[int, .
     values = list(value)
     if len(values) != len(sizes):
       raise ValueError(
-          f"{name}: got {len(values)} values {values}, want a scalar or one per video region ({len(sizes)} in this"
-          " layout)"
+        f"{name}: got {len(values)} values {values}, want a scalar or one per video region ({len(sizes)} in this"
+        " layout)"
       )
   else:
     values = [value] * max(len(sizes), 1)  # checked also where there is no video
@@ -129,13 +129,13 @@ def region_budgets(layout: TileLayout, sparsity: Any, topk: Any) -> tuple[int, .
 
 
 def select_tiles(
-    scores: jax.Array,
-    layout: TileLayout,
-    *,
-    sparsity: float | Sequence[float] | None = None,
-    topk: int | Sequence[int] | None = None,
-    budget: Any = None,
-    prefix: str = "exempt",
+  scores: jax.Array,
+  layout: TileLayout,
+  *,
+  sparsity: float | Sequence[float] | None = None,
+  topk: int | Sequence[int] | None = None,
+  budget: Any = None,
+  prefix: str = "exempt",
 ) -> TileSelection:
   """Ranks key tiles for every video query tile, per video region (spec 2.4).
 
@@ -200,7 +200,7 @@ class Plan:
     fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False))
     if budget.dtype.kind not in "iu" or not fits:
       raise ValueError(
-          f"budget: got {budget.dtype}{list(shape)}, want ints that broadcast to [B, N, J, regions] = {list(full)}"
+        f"budget: got {budget.dtype}{list(shape)}, want ints that broadcast to [B, N, J, regions] = {list(full)}"
       )
     budget = jnp.asarray(budget).reshape((1,) * (4 - len(shape)) + shape)
     return jnp.broadcast_to(budget, (*budget.shape[:2], *full[2:]))
@@ -222,20 +222,20 @@ class Plan:
         ids = jnp.where(jnp.arange(width) < kept[..., None], ids, fill)
       lists.append(ids)
       counts.append(kept)
-    return lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1), sum(counts)
+    return lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1), jnp.stack(counts).sum(0)
 
   def selection(self, indices: jax.Array, counts: jax.Array) -> TileSelection:
     """The selection of lists made by `rank` for every video query tile."""
     layout = self.layout
     return TileSelection(
-        indices, counts, self.num_prefix_tiles, num_dense_rows=layout.num_prefix_tiles, num_key_tiles=layout.num_tiles
+      indices, counts, self.num_prefix_tiles, num_dense_rows=layout.num_prefix_tiles, num_key_tiles=layout.num_tiles
     )
 
 
 def everything(layout: TileLayout, batch: int, heads: int) -> TileSelection:
   """The selection that drops nothing: implied by its static integers, its lists empty."""
   return TileSelection(
-      jnp.zeros((batch, heads, 0, 0), jnp.int32), jnp.zeros((batch, heads, 0), jnp.int32), layout.num_tiles
+    jnp.zeros((batch, heads, 0, 0), jnp.int32), jnp.zeros((batch, heads, 0), jnp.int32), layout.num_tiles
   )
 
 
@@ -255,8 +255,8 @@ def has_auto_axes() -> bool:
   """Whether XLA may be partitioning this code over mesh axes whose use types do not show."""
   mesh = jax.sharding.get_abstract_mesh()
   return any(
-      kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
-      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
   )
 
 
@@ -284,8 +284,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
   """ValueError unless query heads are a multiple of kv heads."""
   if kv_heads < 1 or heads % kv_heads:
     raise ValueError(
-        f"key: got {kv_heads} heads for {heads} query heads, want a divisor of {heads}: each key head serves"
-        " N / K query heads (GQA)"
+      f"key: got {kv_heads} heads for {heads} query heads, want a divisor of {heads}: each key head serves"
+      " N / K query heads (GQA)"
     )
 
 

@@ -45,13 +45,13 @@ class TileSelection:
   num_key_tiles: int
 
   def __init__(
-      self,
-      indices: Any,
-      counts: Any,
-      num_prefix_tiles: int = 0,
-      *,
-      num_dense_rows: int | None = None,
-      num_key_tiles: int | None = None,
+    self,
+    indices: Any,
+    counts: Any,
+    num_prefix_tiles: int = 0,
+    *,
+    num_dense_rows: int | None = None,
+    num_key_tiles: int | None = None,
   ):
     # No checks here: JAX rebuilds pytrees out of things that are not arrays.
     if num_dense_rows is None:
@@ -66,14 +66,17 @@ class TileSelection:
     set_(self, "num_key_tiles", num_key_tiles)
 
   def tree_flatten_with_keys(self):
+    """For jax.tree_util."""
     key = jax.tree_util.GetAttrKey
     children = ((key("indices"), self.indices), (key("counts"), self.counts))
     return children, (self.num_prefix_tiles, self.num_dense_rows, self.num_key_tiles)
 
   @classmethod
   def tree_unflatten(cls, static, children):
+    """For jax.tree_util."""
     num_prefix_tiles, num_dense_rows, num_key_tiles = static
-    return cls(*children, num_prefix_tiles, num_dense_rows=num_dense_rows, num_key_tiles=num_key_tiles)
+    indices, counts = children
+    return cls(indices, counts, num_prefix_tiles, num_dense_rows=num_dense_rows, num_key_tiles=num_key_tiles)
 
   @property
   def num_query_tiles(self) -> int:
@@ -112,7 +115,9 @@ class TileSelection:
       ValueError: mask of the wrong rank or dtype, or a row with more than `width` tiles (known values).
     """
     if np.ndim(mask) != 4 or mask.dtype != bool:
-      raise ValueError(f"mask: got {getattr(mask, 'dtype', type(mask))}{list(np.shape(mask))}, want bool [B, N, Jq, Jk]")
+      raise ValueError(
+        f"mask: got {getattr(mask, 'dtype', type(mask))}{list(np.shape(mask))}, want bool [B, N, Jq, Jk]"
+      )
     mask = jnp.asarray(mask)
     num_key_tiles = mask.shape[3]
     counts = mask.sum(3, dtype=jnp.int32)
@@ -124,8 +129,11 @@ class TileSelection:
       raise ValueError(f"width: got {width}, want at least {largest}, the largest count of a row of the mask")
     ids = jnp.where(mask, jnp.arange(num_key_tiles, dtype=jnp.int32), num_key_tiles)
     ids = lax.sort(ids, dimension=3)
-    ids = ids[..., :width] if width <= num_key_tiles else jnp.pad(
-        ids, [(0, 0)] * 3 + [(0, width - num_key_tiles)], constant_values=num_key_tiles)
+    ids = (
+      ids[..., :width]
+      if width <= num_key_tiles
+      else jnp.pad(ids, [(0, 0)] * 3 + [(0, width - num_key_tiles)], constant_values=num_key_tiles)
+    )
     return cls(ids, jnp.minimum(counts, width), 0, num_dense_rows=0, num_key_tiles=num_key_tiles)
 
   def to_mask(self) -> jax.Array:
@@ -175,8 +183,8 @@ def check_selection(selection: Any, batch: int, heads: int) -> None:
   """
   if not isinstance(selection, TileSelection):
     raise ValueError(
-        f"selection: got {type(selection).__name__}, want a TileSelection; select_tiles makes one, and"
-        " TileSelection.from_mask turns a block mask into one"
+      f"selection: got {type(selection).__name__}, want a TileSelection; select_tiles makes one, and"
+      " TileSelection.from_mask turns a block mask into one"
     )
   ids, counts = selection.indices, selection.counts
   for name, array in (("indices", ids), ("counts", counts)):
@@ -184,16 +192,16 @@ def check_selection(selection: Any, batch: int, heads: int) -> None:
       raise ValueError(f"selection.{name}: got {getattr(array, 'dtype', type(array))}, want int32")
   if np.ndim(ids) != 4 or ids.shape[:2] != (batch, heads):
     raise ValueError(
-        f"selection.indices: got shape {list(ids.shape)}, want [{batch}, {heads}, R, W] (batch and query"
-        " heads of query; one list per query head, also under GQA)"
+      f"selection.indices: got shape {list(ids.shape)}, want [{batch}, {heads}, R, W] (batch and query"
+      " heads of query; one list per query head, also under GQA)"
     )
   if counts.shape != ids.shape[:3]:
     raise ValueError(f"selection.counts: got shape {list(counts.shape)}, want {list(ids.shape[:3])}")
   prefix, dense, keys = selection.num_prefix_tiles, selection.num_dense_rows, selection.num_key_tiles
   if not 0 <= prefix <= keys or dense < 0:
     raise ValueError(
-        f"selection: got num_prefix_tiles={prefix}, num_dense_rows={dense}, num_key_tiles={keys}, want"
-        " 0 <= num_prefix_tiles <= num_key_tiles and num_dense_rows >= 0"
+      f"selection: got num_prefix_tiles={prefix}, num_dense_rows={dense}, num_key_tiles={keys}, want"
+      " 0 <= num_prefix_tiles <= num_key_tiles and num_dense_rows >= 0"
     )
   if is_known(ids) and is_known(counts):
     _check_table(np.asarray(ids), np.asarray(counts), prefix, keys)
@@ -210,8 +218,8 @@ def _check_table(ids: np.ndarray, counts: np.ndarray, prefix: int, keys: int) ->
     at = tuple(wrong[0].tolist())
     remedy = "; key tiles below num_prefix_tiles are kept already" if 0 <= ids[at] < prefix else ""
     raise ValueError(
-        f"selection.indices{list(at)}: got key tile {ids[at]}, want [{prefix}, {keys}) among the first"
-        f" `counts` ids of a list{remedy}"
+      f"selection.indices{list(at)}: got key tile {ids[at]}, want [{prefix}, {keys}) among the first"
+      f" `counts` ids of a list{remedy}"
     )
 
 
@@ -223,8 +231,8 @@ def is_known(array: Any) -> bool:
 
 
 jax.export.register_pytree_node_serialization(
-    TileSelection,
-    serialized_name="vsa_jax.TileSelection",
-    serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+  TileSelection,
+  serialized_name="vsa_jax.TileSelection",
+  serialize_auxdata=lambda static: json.dumps(static).encode(),
+  deserialize_auxdata=lambda data: tuple(json.loads(data)),
 )

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _ULYSSES = (
-    "a tile list needs the whole sequence; exchange the sharded axis for heads first (Ulysses:"
-    " jax.lax.all_to_all of query, key, value and gate inside shard_map), then call with heads sharded"
+  "a tile list needs the whole sequence; exchange the sharded axis for heads first (Ulysses:"
+  " jax.lax.all_to_all of query, key, value and gate inside shard_map), then call with heads sharded"
 )
 
 
@@ -38,15 +38,23 @@ class Placement:
     return PartitionSpec(*entries)
 
   def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on the shards of each device."""
+    """`function` on the shards of each device; in_specs has a spec for every array."""
     manual = getattr(self.mesh, "manual_axes", ())
-    return jax.shard_map(
-        function,
-        mesh=self.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=frozenset(self.mesh.axis_names) - frozenset(manual),
+    mapped = jax.shard_map(
+      function,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names=frozenset(self.mesh.axis_names) - frozenset(manual),
     )
+    if AxisType.Explicit not in self.mesh.axis_types:
+      return mapped
+
+    def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+      # What is not sharded yet (tile sizes, a broadcast gate) is cut where it lies: no collective.
+      return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+    return lambda *arrays: mapped(*jax.tree.map(place, arrays, in_specs))
 
 
 def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
@@ -74,8 +82,8 @@ def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
     ways = _ways(found.mesh, entry)
     if query.shape[axis] % ways:
       raise ValueError(
-          f"sharding: got {found.spec}, which splits query's {name} (axis {axis}, size {query.shape[axis]}) over mesh"
-          f" axis {entry!r} of size {ways}, want a size that divides; pad the {name} or choose another mesh axis"
+        f"sharding: got {found.spec}, which splits query's {name} (axis {axis}, size {query.shape[axis]}) over mesh"
+        f" axis {entry!r} of size {ways}, want a size that divides; pad the {name} or choose another mesh axis"
       )
   if _ways(found.mesh, batch) * _ways(found.mesh, heads) == 1:
     return None
@@ -87,8 +95,8 @@ def check_key_placement(placement: Placement, query: jax.Array, key: jax.Array, 
   kv_heads, ways = key.shape[2], _ways(placement.mesh, placement.heads)
   if kv_heads != 1 and kv_heads % ways:
     raise ValueError(
-        f"sharding: query's {query.shape[2]} heads are split {ways} ways over mesh axis {placement.heads!r}, key has"
-        f" {kv_heads}; want a multiple of {ways}, or one head; repeat key and value heads up to {ways}"
+      f"sharding: query's {query.shape[2]} heads are split {ways} ways over mesh axis {placement.heads!r}, key has"
+      f" {kv_heads}; want a multiple of {ways}, or one head; repeat key and value heads up to {ways}"
     )
   for name, array in (("key", key), ("value", value)):
     check_placement(placement, name, array, placement.spec(array.shape, 0, 2))
@@ -103,8 +111,24 @@ def check_placement(placement: Placement, name: str, array: Any, want: Partition
   got = [_entry(entry, manual) for entry in tuple(found.spec) + (None,) * (array.ndim - len(found.spec))]
   if got != [_entry(entry, manual) for entry in want]:
     raise ValueError(
-        f"{name}: is sharded as {found.spec}, want {want}, as query's batch and heads are; jax.sharding.reshard it"
+      f"{name}: is sharded as {found.spec}, want {want}, as query's batch and heads are; jax.sharding.reshard it"
     )
+
+
+def on_own_shards(function: Callable, x: jax.Array) -> jax.Array:
+  """function(x) for a function that keeps the rank and works on axis 1 alone, whatever else is sharded.
+
+  In explicit mode JAX cannot type a reshape between sharded axes; on the shards there is nothing to type.
+
+  Raises:
+    ValueError: axis 1 is sharded.
+  """
+  found = _own_sharding(x)
+  if found is None or AxisType.Explicit not in found.mesh.axis_types or not any(found.spec):
+    return function(x)
+  if len(found.spec) > 1 and found.spec[1] is not None:
+    raise ValueError(f"x: is sharded as {found.spec}, which splits its tokens (axis 1); {_ULYSSES}")
+  return Placement(found.mesh, None, None).shard_map(function, (found.spec,), found.spec)(x)
 
 
 def vary_alike(*trees: Any) -> tuple[Any, ...]:
@@ -128,12 +152,10 @@ def _own_sharding(x: Any) -> NamedSharding | None:
   """What an array knows about its sharding: by type in explicit mode, by placement when it is concrete."""
   if not isinstance(x, jax.Array):
     return None
+  if not isinstance(x, jax.core.Tracer):
+    return x.sharding if isinstance(x.sharding, NamedSharding) else None
   found = jax.typeof(x).sharding
-  if any(kind == AxisType.Explicit for kind in found.mesh.axis_types):
-    return found
-  if isinstance(x, jax.core.Tracer) or not isinstance(x.sharding, NamedSharding):
-    return None
-  return x.sharding
+  return found if AxisType.Explicit in found.mesh.axis_types else None
 
 
 def _entry(entry: Any, manual: set[str]) -> Any:

@@ -6,6 +6,7 @@ program stays small at any grid (spec 1.4).
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from vsa_jax.layout import TileLayout, segment_length, tile_counts
+from vsa_jax.sharding import on_own_shards
 
 
 def tile_tokens(x: jax.Array, layout: TileLayout) -> jax.Array:
@@ -29,6 +31,10 @@ def tile_tokens(x: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: x does not have layout.num_tokens tokens on axis 1.
   """
   check_tokens(x, "x", layout, tiled=False)
+  return on_own_shards(functools.partial(_tile, layout), x)
+
+
+def _tile(layout: TileLayout, x: jax.Array) -> jax.Array:
   prefix, videos, start = [], [], 0
   for segment in layout.segments:
     stop = start + segment_length(segment)
@@ -57,6 +63,10 @@ def untile_tokens(xt: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: xt does not have layout.padded_length slots on axis 1.
   """
   check_tokens(xt, "xt", layout, tiled=True)
+  return on_own_shards(functools.partial(_untile, layout), xt)
+
+
+def _untile(layout: TileLayout, xt: jax.Array) -> jax.Array:
   spans = iter(layout.video_spans)
   parts, dense_start = [], 0
   for segment in layout.segments:
@@ -72,7 +82,9 @@ def untile_tokens(xt: jax.Array, layout: TileLayout) -> jax.Array:
 def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) -> None:
   """ValueError unless x is [B, P, ...] (tiled) or [B, L, ...] as the layout says."""
   if not isinstance(layout, TileLayout):
-    raise ValueError(f"layout: got {type(layout).__name__}, want a TileLayout, for instance TileLayout([(21, 45, 80)], (4, 4, 4))")
+    raise ValueError(
+      f"layout: got {type(layout).__name__}, want a TileLayout, for instance TileLayout([(21, 45, 80)], (4, 4, 4))"
+    )
   want = layout.padded_length if tiled else layout.num_tokens
   shape = jnp.shape(x)
   if len(shape) >= 2 and shape[1] == want:
@@ -82,12 +94,14 @@ def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) ->
   if len(shape) < 2:
     remedy = "tokens are on axis 1, after the batch"
   elif shape[1] == (layout.num_tokens if tiled else layout.padded_length):
-    remedy = "x is in packed order: tile_tokens first" if tiled else "x is tiled already: say tiled=True, or untile first"
+    remedy = (
+      "x is in packed order: tile_tokens first" if tiled else "x is tiled already: say tiled=True, or untile first"
+    )
   elif len(layout.segments) == 3 and layout.num_regions == 0 and shape[1] == math.prod(layout.segments):
     remedy = f"three ints are three dense segments; one video is [{layout.segments}]"
   raise ValueError(
-      f"{name}: got shape {list(shape)}, want [B, {want}, ...] (the layout's {kind}; its segments are"
-      f" {layout.segments}, its tile is {layout.tile}); {remedy}"
+    f"{name}: got shape {list(shape)}, want [B, {want}, ...] (the layout's {kind}; its segments are"
+    f" {layout.segments}, its tile is {layout.tile}); {remedy}"
   )
 
 

@@ -19,18 +19,18 @@ from vsa_jax.sharding import Placement, check_key_placement, check_placement, pl
 
 
 def block_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    selection: TileSelection,
-    *,
-    tile_sizes: Any = None,
-    query_tile_sizes: Any = None,
-    scale: float | None = None,
-    precision: Any = None,
-    implementation: str | Implementation | Sequence[str | Implementation] | None = None,
-    sharding: jax.sharding.NamedSharding | None = None,
-    return_lse: bool = False,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  selection: TileSelection,
+  *,
+  tile_sizes: Any = None,
+  query_tile_sizes: Any = None,
+  scale: float | None = None,
+  precision: Any = None,
+  implementation: str | Implementation | Sequence[str | Implementation] | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
+  return_lse: bool = False,
 ) -> Any:
   """Exact softmax attention of every query tile over the key tiles it keeps (spec 3).
 
@@ -64,18 +64,18 @@ def block_sparse_attention(
   config = attention_config(query, key, value, selection, scale, precision)
   problem = config.problem
   key_sizes = tile_sizes_of(
-      "tile_sizes", tile_sizes, problem.batch, problem.key_tiles, problem.tile_size, _full(problem, problem.key_tiles)
+    "tile_sizes", tile_sizes, problem.batch, problem.key_tiles, problem.tile_size, _full(problem, problem.key_tiles)
   )
   if query_tile_sizes is None and tile_sizes is not None and problem.query_tiles == problem.key_tiles:
     query_sizes = key_sizes
   else:
     query_sizes = tile_sizes_of(
-        "query_tile_sizes",
-        query_tile_sizes,
-        problem.batch,
-        problem.query_tiles,
-        problem.tile_size,
-        _full(problem, problem.query_tiles),
+      "query_tile_sizes",
+      query_tile_sizes,
+      problem.batch,
+      problem.query_tiles,
+      problem.tile_size,
+      _full(problem, problem.query_tiles),
     )
   placement = placement_of(query, sharding)
   static = (choose(implementation, problem, placed=placement is not None), config.scale, config.precision)
@@ -96,23 +96,27 @@ class AttentionConfig(NamedTuple):
 
 
 def attention_config(
-    query: jax.Array, key: jax.Array, value: jax.Array, selection: TileSelection, scale: Any, precision: Any
+  query: jax.Array, key: jax.Array, value: jax.Array, selection: TileSelection, scale: Any, precision: Any
 ) -> AttentionConfig:
   """Checks the arrays against each other and against the selection."""
   check_qkv(query, key, value)
-  batch, query_length, heads, head_dim = query.shape
+  batch, _, heads, head_dim = query.shape
   check_selection(selection, batch, heads)
   query_tiles, key_tiles = selection.num_query_tiles, selection.num_key_tiles
   tile_size = _tile_size(query, key, query_tiles, key_tiles)
   problem = Problem(
-      query.dtype, batch, heads, key.shape[2], head_dim, tile_size, query_tiles, key_tiles, selection.width
+    query.dtype, batch, heads, key.shape[2], head_dim, tile_size, query_tiles, key_tiles, selection.width
   )
   return AttentionConfig(problem, static_scale(scale, head_dim), check_precision(precision))
 
 
 def check_qkv(query: Any, key: Any, value: Any) -> None:
   """ValueError unless query, key and value are BLNH arrays that fit each other."""
-  for name, x, letters in (("query", query, "[B, L, N, H]"), ("key", key, "[B, L, K, H]"), ("value", value, "[B, L, K, H]")):
+  for name, x, letters in (
+    ("query", query, "[B, L, N, H]"),
+    ("key", key, "[B, L, K, H]"),
+    ("value", value, "[B, L, K, H]"),
+  ):
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or np.ndim(x) != 4:
       got = type(x).__name__ if dtype is None else f"{dtype}{list(np.shape(x))}"
@@ -125,8 +129,8 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
     raise ValueError(f"value: got shape {list(value.shape)}, want key's {list(key.shape)}")
   if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
     raise ValueError(
-        f"key: got shape {list(key.shape)}, want [{query.shape[0]}, L, K, {query.shape[3]}] as query is"
-        f" {list(query.shape)} (the order is batch, tokens, heads, head dim)"
+      f"key: got shape {list(key.shape)}, want [{query.shape[0]}, L, K, {query.shape[3]}] as query is"
+      f" {list(query.shape)} (the order is batch, tokens, heads, head dim)"
     )
   if query.shape[3] < 1 or query.shape[2] < 1:
     raise ValueError(f"query: got shape {list(query.shape)}, want at least one head and one head dim")
@@ -140,7 +144,7 @@ def check_precision(precision: Any) -> Any:
     jax.eval_shape(functools.partial(jnp.matmul, precision=precision), x, x)
   except (ValueError, TypeError) as error:
     raise ValueError(
-        f'precision: got {precision!r}, want None, "default", "high", "highest" or a jax.lax.Precision ({error})'
+      f'precision: got {precision!r}, want None, "default", "high", "highest" or a jax.lax.Precision ({error})'
     ) from None
   return tuple(precision) if isinstance(precision, list) else precision
 
@@ -149,14 +153,14 @@ def _tile_size(query: jax.Array, key: jax.Array, query_tiles: int, key_tiles: in
   query_length, key_length = query.shape[1], key.shape[1]
   if query_tiles < 1 or key_tiles < 1 or query_length % query_tiles or not query_length:
     raise ValueError(
-        f"query: got {query_length} tokens, want a multiple of the selection's {query_tiles} query tiles"
-        f" ({key_tiles} key tiles); tile_tokens pads to whole tiles"
+      f"query: got {query_length} tokens, want a multiple of the selection's {query_tiles} query tiles"
+      f" ({key_tiles} key tiles); tile_tokens pads to whole tiles"
     )
   tile_size = query_length // query_tiles
   if key_length != key_tiles * tile_size:
     raise ValueError(
-        f"key: got {key_length} tokens, want {key_tiles * tile_size}: the selection's {key_tiles} key tiles of"
-        f" {tile_size} tokens, query's tile size ({query_length} tokens in {query_tiles} tiles)"
+      f"key: got {key_length} tokens, want {key_tiles * tile_size}: the selection's {key_tiles} key tiles of"
+      f" {tile_size} tokens, query's tile size ({query_length} tokens in {query_tiles} tiles)"
     )
   return tile_size
 
@@ -169,9 +173,9 @@ def _on_shards(attend: Any, placement: Placement, query: jax.Array, key: jax.Arr
   tokens, keys = placement.spec(query.shape, 0, 2), placement.spec(key.shape, 0, 2)
   lists = jax.tree.map(lambda x: placement.spec(x.shape, 0, 1), selection)
   jax.tree.map(lambda name, x, spec: check_placement(placement, name, x, spec), _names(selection), selection, lists)
-  sizes = placement.spec((query.shape[0], 0), 0)
+  sizes: Any = placement.spec((query.shape[0], 0), 0)
   return placement.shard_map(
-      attend, (tokens, keys, keys, lists, Sizes(sizes, sizes)), (tokens, placement.spec(query.shape[:3], 0, 2))
+    attend, (tokens, keys, keys, lists, Sizes(sizes, sizes)), (tokens, placement.spec(query.shape[:3], 0, 2))
   )
 
 
@@ -182,12 +186,12 @@ def _names(selection: TileSelection) -> TileSelection:
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_local(
-    static: tuple[Implementation, float, Any],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    selection: TileSelection,
-    sizes: Sizes,
+  static: tuple[Implementation, float, Any],
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  selection: TileSelection,
+  sizes: Sizes,
 ) -> tuple[jax.Array, jax.Array]:
   """(out, natural LSE [B, Jq*M, N]) of checked arguments, on one device (or one shard)."""
   implementation, scale, precision = static

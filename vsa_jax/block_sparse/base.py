@@ -61,21 +61,21 @@ class Implementation(Protocol):
     ...
 
   def forward(
-      self,
-      query: jax.Array,
-      key: jax.Array,
-      value: jax.Array,
-      selection: TileSelection,
-      sizes: Sizes,
-      *,
-      scale: float,
-      precision: Any,
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    selection: TileSelection,
+    sizes: Sizes,
+    *,
+    scale: float,
+    precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """(out, lse) as in `Residual`.  Padded query rows and rows without keys: out 0, lse -inf."""
     ...
 
   def backward(
-      self, residual: Residual, d_out: jax.Array, delta: jax.Array, *, scale: float, precision: Any
+    self, residual: Residual, d_out: jax.Array, delta: jax.Array, *, scale: float, precision: Any
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value), each in its operand's shape and dtype, 0 in padded slots.
 

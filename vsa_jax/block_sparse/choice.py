@@ -15,10 +15,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {i.name: i for i in (Xla(), Referen
 
 # Names of the design that this version has no code for.
 _ABSENT = {
-    "cpu": "the C++ kernel is not in this version of vsa_jax",
-    "pallas": "the Pallas kernels are not in this version of vsa_jax",
-    "cuda": "the CUDA kernels are not in this version of vsa_jax",
-    "cuda_sim": "the simulated Blackwell kernel is not in this version of vsa_jax",
+  "cpu": "the C++ kernel is not in this version of vsa_jax",
+  "pallas": "the Pallas kernels are not in this version of vsa_jax",
+  "cuda": "the CUDA kernels are not in this version of vsa_jax",
+  "cuda_sim": "the simulated Blackwell kernel is not in this version of vsa_jax",
 }
 
 # What None tries, best first.
@@ -41,9 +41,9 @@ def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
   if asked is None:
     if partitioned:
       warnings.warn(
-          "vsa_jax: this mesh has automatic axes and no `sharding` was given, so XLA partitions implementation='xla' as"
-          " it sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
-          stacklevel=3,
+        "vsa_jax: this mesh has automatic axes and no `sharding` was given, so XLA partitions implementation='xla' as"
+        " it sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
+        stacklevel=3,
       )
     return next(IMPLEMENTATIONS[name] for name in _AUTOMATIC if reason_against(name, problem) is None)
   several = isinstance(asked, Sequence) and not isinstance(asked, str)
@@ -54,8 +54,8 @@ def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
       implementation = IMPLEMENTATIONS[item] if isinstance(item, str) else item
       if partitioned and implementation.name not in ("xla", "reference"):
         raise ValueError(
-            f"sharding: got None for implementation {implementation.name!r} on a mesh with automatic axes, want the"
-            " NamedSharding of query; without it XLA would gather every operand of the kernel"
+          f"sharding: got None for implementation {implementation.name!r} on a mesh with automatic axes, want the"
+          " NamedSharding of query; without it XLA would gather every operand of the kernel"
         )
       return implementation
     reasons.append(f"{_name(item)!r} cannot run this call: {reason}")
@@ -76,15 +76,17 @@ def reason_against(item: Any, problem: Problem) -> str | None:
   missing = [name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)]
   if missing:
     raise ValueError(
-        f"implementation: got {item!r} without {missing}, want a name of {[*IMPLEMENTATIONS, *_ABSENT]}, None, or an"
-        " object as vsa_jax.block_sparse.base.Implementation describes"
+      f"implementation: got {item!r} without {missing}, want a name of {[*IMPLEMENTATIONS, *_ABSENT]}, None, or an"
+      " object as vsa_jax.block_sparse.base.Implementation describes"
     )
   return item.supports(problem)
 
 
 def survey(problem: Problem) -> dict[str, str | None]:
   """Every name, with the reason why it cannot run a call (None: it can)."""
-  return {name: reason_against(name, problem) for name in [*_AUTOMATIC, *(IMPLEMENTATIONS.keys() - set(_AUTOMATIC)), *_ABSENT]}
+  return {
+    name: reason_against(name, problem) for name in [*_AUTOMATIC, *(IMPLEMENTATIONS.keys() - set(_AUTOMATIC)), *_ABSENT]
+  }
 
 
 def _name(item: Any) -> Any:

@@ -16,22 +16,23 @@ class Reference:
   """Differentiated by JAX itself: it has no backward of its own."""
 
   name = "reference"
-  backward = None
+  backward: Any = None
 
   def supports(self, problem: Problem) -> str | None:
+    """It runs anything; None does not choose it."""
     del problem
     return None
 
   def forward(
-      self,
-      query: jax.Array,
-      key: jax.Array,
-      value: jax.Array,
-      selection: TileSelection,
-      sizes: Sizes,
-      *,
-      scale: float,
-      precision: Any,
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    selection: TileSelection,
+    sizes: Sizes,
+    *,
+    scale: float,
+    precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE, all in the accumulator dtype at the highest precision."""
     del precision

@@ -28,19 +28,20 @@ class Xla:
   name = "xla"
 
   def supports(self, problem: Problem) -> str | None:
+    """It runs anything."""
     del problem
     return None
 
   def forward(
-      self,
-      query: jax.Array,
-      key: jax.Array,
-      value: jax.Array,
-      selection: TileSelection,
-      sizes: Sizes,
-      *,
-      scale: float,
-      precision: Any,
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    selection: TileSelection,
+    sizes: Sizes,
+    *,
+    scale: float,
+    precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE; see `Implementation.forward`."""
     shape = _Shape.of(query, key, selection)
@@ -69,7 +70,7 @@ class Xla:
     return _untile(out, shape).astype(query.dtype), _rows_to_tokens(lse)
 
   def backward(
-      self, residual: Residual, d_out: jax.Array, delta: jax.Array, *, scale: float, precision: Any
+    self, residual: Residual, d_out: jax.Array, delta: jax.Array, *, scale: float, precision: Any
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value); see `Implementation.backward`."""
     query, key, value, selection, sizes, _, lse = residual
@@ -88,17 +89,16 @@ class Xla:
 
     def dense_row(carry, row):
       d_keys, d_values = carry
-      bias = _slot_bias(sizes.key, shape)
-      d_q, d_k, d_v = _softmax_vjp(*row, _all(keys), _all(values), bias, scale, precision)
+      kept = _all(keys), _all(values), _slot_bias(sizes.key, shape)
+      d_q, d_k, d_v = _softmax_vjp(row, kept, scale, precision)
       return (d_keys + _in_tiles(d_k, shape), d_values + _in_tiles(d_v, shape)), d_q
 
     def listed_row(carry, row):
       d_keys, d_values = carry
       *row, ids, counts = row
       entries = _entries(ids, counts, selection, sizes.key, shape)
-      d_q, d_k, d_v = _softmax_vjp(
-          *row, _gather(keys, entries), _gather(values, entries), entries.bias, scale, precision
-      )
+      kept = _gather(keys, entries), _gather(values, entries), entries.bias
+      d_q, d_k, d_v = _softmax_vjp(row, kept, scale, precision)
       return (_add(d_keys, d_k, entries, shape), _add(d_values, d_v, entries, shape)), d_q
 
     zeros = jnp.zeros((shape.batch, shape.kv_heads, shape.key_tiles, shape.tile_size, shape.head_dim), dtype)
@@ -108,8 +108,8 @@ class Xla:
     carry, listed_part = lax.scan(listed_row, carry, listed)
     d_query = _untile(_join(dense_part, listed_part, shape), shape).astype(query.dtype)
     d_key, d_value = (
-        jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(key.shape).astype(like.dtype)
-        for x, like in zip(carry, (key, value), strict=True)
+      jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(key.shape).astype(like.dtype)
+      for x, like in zip(carry, (key, value), strict=True)
     )
     return d_query, d_key, d_value
 
@@ -150,8 +150,10 @@ def _softmax(q, k, v, bias, scale, precision):
   return out, top + jnp.log2(total)
 
 
-def _softmax_vjp(q, d_out, lse, delta, k, v, bias, scale, precision):
+def _softmax_vjp(row, kept, scale, precision):
   """(d_q, d_k, d_v) in the accumulator dtype; lse +inf marks a row without keys."""
+  q, d_out, lse, delta = row
+  k, v, bias = kept
   weights = jnp.exp2(_logits(q, k, bias, scale, precision) - lse)
   d_v = _dot("bnqk,bnqh->bnkh", weights.astype(v.dtype), d_out, precision)
   d_weights = _dot("bnqh,bnkh->bnqk", d_out, v, precision)
@@ -270,7 +272,7 @@ class _Entries(NamedTuple):
 
 def _entries(ids, counts, selection: TileSelection, sizes: jax.Array, shape: _Shape) -> _Entries:
   row = TileSelection(
-      ids[:, :, None], counts[:, :, None], selection.num_prefix_tiles, num_key_tiles=selection.num_key_tiles
+    ids[:, :, None], counts[:, :, None], selection.num_prefix_tiles, num_key_tiles=selection.num_key_tiles
   )
   nothing = selection.num_key_tiles
   ids = jnp.where(row.keeps()[:, :, 0], ids, nothing).astype(jnp.int32)
