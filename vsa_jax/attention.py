@@ -18,7 +18,14 @@ from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv
 from vsa_jax.block_sparse.base import Implementation, Problem, Sizes, accumulator
 from vsa_jax.block_sparse.choice import choose, survey
 from vsa_jax.layout import TileLayout
-from vsa_jax.routing import Plan, everything, pool_tiles, routing_scores, static_scale, tile_sizes_of
+from vsa_jax.routing import (
+  Plan,
+  everything,
+  pool_tiles,
+  routing_scores,
+  static_scale,
+  tile_sizes_of,
+)
 from vsa_jax.selection import TileSelection
 from vsa_jax.sharding import Placement, check_key_placement, check_placement, placement_of
 from vsa_jax.tiling import check_tokens, tile_tokens, untile_tokens
@@ -91,7 +98,19 @@ def video_sparse_attention(
     NotImplementedError: an implementation asked for by name cannot run this here.
   """
   options, operands = _prepare(
-    query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+    query,
+    key,
+    value,
+    layout,
+    sparsity,
+    topk,
+    budget,
+    gate,
+    tiled,
+    prefix,
+    tile_sizes,
+    scale,
+    precision,
   )
   placement = placement_of(query, sharding)
   options = dataclasses.replace(
@@ -137,7 +156,19 @@ class _Options:
 
 
 def _prepare(
-  query, key, value, layout, sparsity, topk, budget, gate, tiled, prefix, tile_sizes, scale, precision
+  query,
+  key,
+  value,
+  layout,
+  sparsity,
+  topk,
+  budget,
+  gate,
+  tiled,
+  prefix,
+  tile_sizes,
+  scale,
+  precision,
 ) -> tuple[_Options, _Operands]:
   """Checks every argument."""
   check_qkv(query, key, value)
@@ -150,7 +181,9 @@ def _prepare(
   if gate is not None:
     gate = _check_gate(gate, query)
   ragged = layout.is_ragged or tile_sizes is not None
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes)
+  sizes = tile_sizes_of(
+    "tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes
+  )
   problem = Problem(
     query.dtype,
     batch,
@@ -178,14 +211,18 @@ def _prepare(
 
 
 def _hashable(value: Any) -> Any:
-  return tuple(value) if isinstance(value, (Sequence, np.ndarray)) and np.ndim(value) == 1 else value
+  return (
+    tuple(value) if isinstance(value, (Sequence, np.ndarray)) and np.ndim(value) == 1 else value
+  )
 
 
 def _check_gate(gate: Any, query: jax.Array) -> jax.Array:
   shape = np.shape(gate)
   dtype = getattr(gate, "dtype", None)
   dtype = np.result_type(type(gate)) if dtype is None else dtype
-  fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(shape[::-1], query.shape[::-1], strict=False))
+  fits = len(shape) <= 4 and all(
+    n in (1, m) for n, m in zip(shape[::-1], query.shape[::-1], strict=False)
+  )
   if not jnp.issubdtype(dtype, jnp.floating) or not fits:
     raise ValueError(
       f"gate: got {dtype}{list(shape)}, want floating, broadcastable to query's shape {list(query.shape)}"
@@ -204,7 +241,9 @@ def _attention(options: _Options, operands: _Operands) -> tuple[jax.Array, Aux]:
     if gate is not None and gate.shape[1] != 1:
       gate = tile_tokens(gate, layout)
 
-  selection, coarse = _route(options, query, key, value, sizes, operands.budget, with_coarse=gate is not None)
+  selection, coarse = _route(
+    options, query, key, value, sizes, operands.budget, with_coarse=gate is not None
+  )
   static = (options.implementation, options.scale, options.precision)
   out, lse = attend_local(static, query, key, value, selection, Sizes(sizes, sizes))
   if gate is not None:
@@ -273,7 +312,9 @@ def _coarse(scores: jax.Array, pooled_value: jax.Array) -> jax.Array:
   return coarse.reshape(batch, heads, rows, pooled_value.shape[3])
 
 
-def _combine(options: _Options, fine: jax.Array, gate: jax.Array, coarse: jax.Array, sizes: jax.Array) -> jax.Array:
+def _combine(
+  options: _Options, fine: jax.Array, gate: jax.Array, coarse: jax.Array, sizes: jax.Array
+) -> jax.Array:
   """fine + gate * coarse, rounded once; all in tiled order."""
   batch, length, heads, head_dim = fine.shape
   layout = options.layout
@@ -341,7 +382,9 @@ class Explanation:
       f"jax {jax.__version__} on {self.devices}",
     ]
     for name, reason in self.reasons.items():
-      verdict = "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
+      verdict = (
+        "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
+      )
       lines.append(f"  {name:<10} {verdict}")
     return "\n".join(lines)
 

@@ -30,7 +30,9 @@ def save(path: str | os.PathLike, model: nnx.Module) -> None:
   (folder / _CONFIG_FILE).write_text(json.dumps(_configs(model), indent=1))
 
 
-def restore(path: str | os.PathLike, model: nnx.Module, *, zero_missing_gates: bool = False) -> None:
+def restore(
+  path: str | os.PathLike, model: nnx.Module, *, zero_missing_gates: bool = False
+) -> None:
   """Reads what `save` wrote into a model, in place.
 
   Args:
@@ -51,7 +53,9 @@ def restore(path: str | os.PathLike, model: nnx.Module, *, zero_missing_gates: b
   load_params(model, params, zero_missing_gates=zero_missing_gates)
 
 
-def load_params(model: nnx.Module, params: Mapping[str, Any], *, zero_missing_gates: bool = False) -> None:
+def load_params(
+  model: nnx.Module, params: Mapping[str, Any], *, zero_missing_gates: bool = False
+) -> None:
   """Puts a tree of parameters into a model, in place, and refuses to lose or invent any.
 
   Args:
@@ -92,7 +96,9 @@ def check_params(want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
   if missing:
     remedy = ""
     if all("gate" in name.split("/") for name in missing):
-      remedy = " (weights without gates: zero_missing_gates=True, or build the module with use_gate=False)"
+      remedy = (
+        " (weights without gates: zero_missing_gates=True, or build the module with use_gate=False)"
+      )
     problems.append(f"missing {missing}{remedy}")
   if surplus:
     remedy = (
@@ -107,7 +113,9 @@ def check_params(want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
     raise ValueError(f"params: {'; '.join(problems)}; want the parameters of this module")
 
 
-def check_configs(saved: Mapping[str, Any], built: Mapping[str, Any], *, zero_missing_gates: bool = False) -> None:
+def check_configs(
+  saved: Mapping[str, Any], built: Mapping[str, Any], *, zero_missing_gates: bool = False
+) -> None:
   """ValueError unless every VSAAttention is built as the saved one was.
 
   What does not change the weights (sparsity, topk) may differ.
@@ -126,13 +134,21 @@ def check_configs(saved: Mapping[str, Any], built: Mapping[str, Any], *, zero_mi
       free |= {"use_gate", "gate_use_bias"}
     for name, value in built[path].items():
       if name not in free and saved[path].get(name) != value:
-        problems.append(f"{path + '.' if path else ''}{name}: saved with {saved[path].get(name)}, built with {value}")
+        problems.append(
+          f"{path + '.' if path else ''}{name}: saved with {saved[path].get(name)}, built with {value}"
+        )
   if problems:
-    raise ValueError(f"config: {'; '.join(problems)}; build the model as it was saved, or convert the weights")
+    raise ValueError(
+      f"config: {'; '.join(problems)}; build the model as it was saved, or convert the weights"
+    )
 
 
 def _configs(model: nnx.Module) -> dict[str, Any]:
-  return {_join(path): module.config for path, module in nnx.iter_modules(model) if isinstance(module, VSAAttention)}
+  return {
+    _join(path): module.config
+    for path, module in nnx.iter_modules(model)
+    if isinstance(module, VSAAttention)
+  }
 
 
 def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()):
@@ -144,7 +160,9 @@ def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()):
 
 
 def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[Any, Any]:
-  return nnx.traversals.unflatten_mapping({tuple(int(n) if n.isdigit() else n for n in k): v for k, v in flat.items()})
+  return nnx.traversals.unflatten_mapping(
+    {tuple(int(n) if n.isdigit() else n for n in k): v for k, v in flat.items()}
+  )
 
 
 def _join(path: Any) -> str:

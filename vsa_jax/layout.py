@@ -132,7 +132,9 @@ class TileLayout:
     if not isinstance(lengths, jax.Array):
       lengths = np.asarray(lengths)
     want = f"an integer array [B, {len(self.segments)}], one column per segment {self.segments}"
-    if lengths.ndim != 2 or lengths.shape[1] != len(self.segments) or lengths.dtype.kind not in "iu":
+    if (
+      lengths.ndim != 2 or lengths.shape[1] != len(self.segments) or lengths.dtype.kind not in "iu"
+    ):
       raise ValueError(f"lengths: got {lengths.dtype}{list(lengths.shape)}, want {want}")
     pieces = _pieces(self)
     if not isinstance(lengths, jax.core.Tracer):
@@ -180,7 +182,9 @@ def _normalise_segments(segments: Any) -> tuple[Segment, ...]:
       raise ValueError(f"segments[{i}]: got {item!r}, {want}") from None
     if isinstance(segment, int):
       if segment < 0:
-        raise ValueError(f"segments[{i}]: got {segment}, want a length >= 0; leave an absent segment out or give 0")
+        raise ValueError(
+          f"segments[{i}]: got {segment}, want a length >= 0; leave an absent segment out or give 0"
+        )
       if segment:
         normal.append(segment)
     elif len(segment) != 3 or min(segment) < 1:
@@ -220,7 +224,9 @@ def _pieces(layout: TileLayout) -> _Pieces:
       parts.append((np.full_like(starts, i), starts, extents, np.ones_like(starts)))
   for i, s in enumerate(layout.segments):
     if not isinstance(s, int):
-      (starts, frames), (_, rows), (_, columns) = (_cut(n, b) for n, b in zip(s, layout.tile, strict=True))
+      (starts, frames), (_, rows), (_, columns) = (
+        _cut(n, b) for n, b in zip(s, layout.tile, strict=True)
+      )
       planes = np.multiply.outer(rows, columns).ravel()
       starts, frames, planes = (
         np.repeat(starts, planes.size),

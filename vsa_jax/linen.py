@@ -25,7 +25,9 @@ def VSAAttention(*args: Any, name: str | None = None, **kwargs: Any) -> nnx.brid
   Raises:
     ValueError: from apply, when parameters are missing or surplus; the message lists them.
   """
-  return _LinenVSAAttention(vsa_jax.nnx.VSAAttention, args=args, kwargs=FrozenDict(kwargs), name=name)
+  return _LinenVSAAttention(
+    vsa_jax.nnx.VSAAttention, args=args, kwargs=FrozenDict(kwargs), name=name
+  )
 
 
 class _LinenVSAAttention(nnx.bridge.ToLinen):

@@ -91,15 +91,23 @@ class VSAAttention(nnx.Module):
     qkv_features = in_features if qkv_features is None else qkv_features
     out_features = in_features if out_features is None else out_features
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for name, value in (("num_heads", num_heads), ("in_features", in_features), ("out_features", out_features)):
+    for name, value in (
+      ("num_heads", num_heads),
+      ("in_features", in_features),
+      ("out_features", out_features),
+    ):
       if value < 1:
         raise ValueError(f"{name}: got {value}, want at least 1")
     if qkv_features % num_heads or qkv_features < 1:
-      raise ValueError(f"qkv_features: got {qkv_features}, want a multiple of num_heads={num_heads}")
+      raise ValueError(
+        f"qkv_features: got {qkv_features}, want a multiple of num_heads={num_heads}"
+      )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
       raise ValueError(f"num_kv_heads: got {num_kv_heads}, want a divisor of num_heads={num_heads}")
     if sparsity is not None and topk is not None:
-      raise ValueError(f"sparsity, topk: got sparsity={sparsity!r} and topk={topk!r}, want at most one")
+      raise ValueError(
+        f"sparsity, topk: got sparsity={sparsity!r} and topk={topk!r}, want at most one"
+      )
     self.num_heads = num_heads
     self.num_kv_heads = num_kv_heads
     self.in_features = in_features
@@ -117,7 +125,9 @@ class VSAAttention(nnx.Module):
     self.implementation = implementation
     self.sharding = sharding
 
-    def projection(heads: int, *, use_bias: bool = use_bias, zero: bool = False) -> nnx.LinearGeneral:
+    def projection(
+      heads: int, *, use_bias: bool = use_bias, zero: bool = False
+    ) -> nnx.LinearGeneral:
       return nnx.LinearGeneral(
         in_features,
         (heads, self.head_dim),
@@ -132,7 +142,9 @@ class VSAAttention(nnx.Module):
       )
 
     def norm() -> nnx.RMSNorm:
-      return nnx.RMSNorm(self.head_dim, epsilon=qk_norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+      return nnx.RMSNorm(
+        self.head_dim, epsilon=qk_norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+      )
 
     self.query = projection(num_heads)
     self.key = projection(num_kv_heads)
@@ -208,7 +220,9 @@ class VSAAttention(nnx.Module):
     """
     check_tokens(x, "x", layout, tiled=tiled)
     if x.ndim != 3 or x.shape[2] != self.in_features:
-      raise ValueError(f"x: got shape {list(x.shape)}, want [B, {x.shape[1]}, {self.in_features}] (in_features)")
+      raise ValueError(
+        f"x: got shape {list(x.shape)}, want [B, {x.shape[1]}, {self.in_features}] (in_features)"
+      )
     if layout.tile != self.tile:
       raise ValueError(
         f"layout: got tile {layout.tile}, want {self.tile}, which this module was built with; weights are trained for"
@@ -247,7 +261,9 @@ class VSAAttention(nnx.Module):
     return (y, aux) if return_aux else y
 
 
-def _valid_tokens(x: jax.Array, layout: TileLayout, tile_sizes: Any, tiled: bool) -> jax.Array | None:
+def _valid_tokens(
+  x: jax.Array, layout: TileLayout, tile_sizes: Any, tiled: bool
+) -> jax.Array | None:
   """bool [B, tokens, 1]: which tokens of x are not padding; None when all are, for certain."""
   if tile_sizes is None and not (tiled and layout.is_ragged):
     return None
@@ -257,10 +273,14 @@ def _valid_tokens(x: jax.Array, layout: TileLayout, tile_sizes: Any, tiled: bool
   return valid if tiled else untile_tokens(valid, layout)
 
 
-def _positioned(position_fn: Callable[[jax.Array], jax.Array], name: str, x: jax.Array) -> jax.Array:
+def _positioned(
+  position_fn: Callable[[jax.Array], jax.Array], name: str, x: jax.Array
+) -> jax.Array:
   y = position_fn(x)
   if jnp.shape(y) != x.shape:
-    raise ValueError(f"position_fn: got shape {list(jnp.shape(y))} for {name} of shape {list(x.shape)}, want the same")
+    raise ValueError(
+      f"position_fn: got shape {list(jnp.shape(y))} for {name} of shape {list(x.shape)}, want the same"
+    )
   return y.astype(x.dtype)
 
 

@@ -6,6 +6,7 @@ Letters: B batch, P padded tokens, N query heads, K kv heads, H head dim, J tile
 from __future__ import annotations
 
 import fractions
+import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jax import lax
 
 from vsa_jax.layout import TileLayout
 from vsa_jax.selection import TileSelection, is_known
+from vsa_jax.sharding import on_own_shards
 from vsa_jax.tiling import check_tokens
 
 
@@ -36,20 +38,34 @@ def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax
     ValueError: xt or tile_sizes does not fit the layout.
   """
   check_tokens(xt, "xt", layout, tiled=True)
-  batch, _, *trailing = xt.shape
-  x = xt.reshape(batch, layout.num_tiles, layout.tile_size, *trailing)
-  x = x.astype(jnp.promote_types(xt.dtype, jnp.float32))
   if tile_sizes is None and not layout.is_ragged:
-    return x.mean(2)
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes)
-  valid = jnp.arange(layout.tile_size) < sizes[..., None]
-  expand = (..., *[None] * len(trailing))
-  total = jnp.where(valid[expand], x, 0).sum(2)
-  return total / jnp.maximum(sizes, 1)[expand].astype(x.dtype)
+    return on_own_shards(lambda x: _by_tile(x, layout).mean(2), xt, whole=1)
+  tiles, size = layout.num_tiles, layout.tile_size
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, xt.shape[0], tiles, size, layout.tile_sizes)
+  sizes = jnp.broadcast_to(sizes[(..., *[None] * (xt.ndim - 2))], (*sizes.shape, *xt.shape[2:]))
+  return on_own_shards(functools.partial(_pool, layout), xt, sizes, whole=1)
+
+
+def _by_tile(xt: jax.Array, layout: TileLayout) -> jax.Array:
+  """[B, J, M, ...] in the accumulator dtype."""
+  x = xt.reshape(xt.shape[0], layout.num_tiles, layout.tile_size, *xt.shape[2:])
+  return x.astype(jnp.promote_types(xt.dtype, jnp.float32))
+
+
+def _pool(layout: TileLayout, xt: jax.Array, sizes: jax.Array) -> jax.Array:
+  """xt [B, P, ...], sizes [B, J, ...]."""
+  x = _by_tile(xt, layout)
+  slot = jnp.arange(layout.tile_size).reshape(-1, *[1] * (x.ndim - 3))
+  total = jnp.where(slot < sizes[:, :, None], x, 0).sum(2)
+  return total / jnp.maximum(sizes, 1).astype(x.dtype)
 
 
 def routing_scores(
-  pooled_query: jax.Array, pooled_key: jax.Array, scale: float | None = None, *, tile_sizes: Any = None
+  pooled_query: jax.Array,
+  pooled_key: jax.Array,
+  scale: float | None = None,
+  *,
+  tile_sizes: Any = None,
 ) -> jax.Array:
   """scale * mean(query tile) . mean(key tile), at Precision.HIGHEST (spec 2.2).
 
@@ -67,7 +83,11 @@ def routing_scores(
   Raises:
     ValueError: shapes that do not fit, or a scale that is not a static real > 0.
   """
-  if pooled_query.ndim != 4 or pooled_key.ndim != 4 or pooled_query.shape[::3] != pooled_key.shape[::3]:
+  if (
+    pooled_query.ndim != 4
+    or pooled_key.ndim != 4
+    or pooled_query.shape[::3] != pooled_key.shape[::3]
+  ):
     raise ValueError(
       f"pooled_key: got {list(pooled_key.shape)} for pooled_query {list(pooled_query.shape)}, want [B, Jk, K, H]"
       " and [B, Jq, N, H] with equal B and H"
@@ -77,7 +97,9 @@ def routing_scores(
   check_heads(heads, kv_heads)
   dtype = jnp.promote_types(pooled_query.dtype, jnp.float32)
   query = pooled_query.astype(dtype).reshape(batch, rows, kv_heads, heads // kv_heads, dim)
-  scores = jnp.einsum("bqkgh,bjkh->bkgqj", query, pooled_key.astype(dtype), precision=lax.Precision.HIGHEST)
+  scores = jnp.einsum(
+    "bqkgh,bjkh->bkgqj", query, pooled_key.astype(dtype), precision=lax.Precision.HIGHEST
+  )
   scores = scores.reshape(batch, heads, rows, columns) * static_scale(scale, dim)
   if tile_sizes is None:
     return scores
@@ -100,7 +122,9 @@ def tile_budget(sparsity: float, num_tiles: int) -> int:
   """
   s = _static_real("sparsity", sparsity, "use `budget` for a number that changes at run time")
   if not 0 <= s <= 1:
-    raise ValueError(f"sparsity: got {sparsity!r}, want the share of tiles to drop, in [0, 1]; topk takes a count")
+    raise ValueError(
+      f"sparsity: got {sparsity!r}, want the share of tiles to drop, in [0, 1]; topk takes a count"
+    )
   keep = 1 - fractions.Fraction(s).limit_denominator(10_000)
   return max(1, min(math.ceil(keep * num_tiles), num_tiles))
 
@@ -109,10 +133,14 @@ def region_budgets(layout: TileLayout, sparsity: Any, topk: Any) -> tuple[int, .
   """The number of tiles each video region keeps, from exactly one of sparsity and topk."""
   if (sparsity is None) == (topk is None):
     got = "neither" if sparsity is None else f"sparsity={sparsity!r} and topk={topk!r}"
-    raise ValueError(f"sparsity, topk: got {got}, want exactly one: the share of tiles to drop, or the number to keep")
+    raise ValueError(
+      f"sparsity, topk: got {got}, want exactly one: the share of tiles to drop, or the number to keep"
+    )
   name, value = ("topk", topk) if sparsity is None else ("sparsity", sparsity)
   sizes = [stop - start for start, stop in layout.video_spans]
-  if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and np.ndim(value) == 1:
+  if (
+    isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and np.ndim(value) == 1
+  ):
     values = list(value)
     if len(values) != len(sizes):
       raise ValueError(
@@ -162,31 +190,41 @@ def select_tiles(
   """
   tiles = layout.num_tiles
   if scores.ndim != 4 or scores.shape[2:] != (tiles, tiles):
-    raise ValueError(f"scores: got shape {list(scores.shape)}, want [B, N, {tiles}, {tiles}] for this layout")
+    raise ValueError(
+      f"scores: got shape {list(scores.shape)}, want [B, N, {tiles}, {tiles}] for this layout"
+    )
   plan = Plan(layout, sparsity, topk, prefix, has_budget=budget is not None)
   batch, heads = scores.shape[:2]
   if plan.keeps_all:
     return everything(layout, batch, heads)
   first = layout.num_prefix_tiles
-  rows = tiles - first
-  budget = None if budget is None else plan.check_budget(budget, batch, heads)[..., -rows:, :]
-  return plan.selection(*plan.rank(scores[:, :, first:], budget))
+  operands = [lax.slice_in_dim(scores, first, tiles, axis=2)]
+  if budget is not None:
+    budget = lax.slice_in_dim(plan.check_budget(budget, batch, heads), first, tiles, axis=2)
+    operands.append(jnp.broadcast_to(budget, (batch, heads, *budget.shape[2:])))
+  return plan.selection(*on_own_shards(plan.rank, *operands, whole=3))
 
 
 class Plan:
   """The static side of a selection: what is ranked, how much of it is kept.  Validates its arguments."""
 
-  def __init__(self, layout: TileLayout, sparsity: Any, topk: Any, prefix: str, *, has_budget: bool):
+  def __init__(
+    self, layout: TileLayout, sparsity: Any, topk: Any, prefix: str, *, has_budget: bool
+  ):
     if prefix not in ("exempt", "compete"):
       raise ValueError(f'prefix: got {prefix!r}, want "exempt" or "compete"')
     budgets = region_budgets(layout, sparsity, topk)
     spans = layout.video_spans
     compete = prefix == "compete" and layout.num_prefix_tiles > 0 and spans
     if compete and len(spans) > 1:
-      raise ValueError(f'prefix: got "compete" with {len(spans)} video regions, want one; use "exempt"')
+      raise ValueError(
+        f'prefix: got "compete" with {len(spans)} video regions, want one; use "exempt"'
+      )
     self.layout = layout
     self.num_prefix_tiles = 0 if compete else layout.num_prefix_tiles
-    self.extra = layout.num_prefix_tiles if compete else 0  # places given to the prefix when it competes
+    self.extra = (
+      layout.num_prefix_tiles if compete else 0
+    )  # places given to the prefix when it competes
     self.spans = ((0, layout.num_tiles),) if compete else spans
     self.widths = tuple(k + self.extra for k in budgets)
     whole = all(k == stop - start for k, (start, stop) in zip(self.widths, self.spans, strict=True))
@@ -197,7 +235,9 @@ class Plan:
     full = (batch, heads, self.layout.num_tiles, len(self.spans))
     budget = as_array(budget)
     shape = budget.shape
-    fits = len(shape) <= 4 and all(n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False))
+    fits = len(shape) <= 4 and all(
+      n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
+    )
     if budget.dtype.kind not in "iu" or not fits:
       raise ValueError(
         f"budget: got {budget.dtype}{list(shape)}, want ints that broadcast to [B, N, J, regions] = {list(full)}"
@@ -205,7 +245,7 @@ class Plan:
     budget = jnp.asarray(budget).reshape((1,) * (4 - len(shape)) + shape)
     return jnp.broadcast_to(budget, (*budget.shape[:2], *full[2:]))
 
-  def rank(self, scores: jax.Array, budget: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+  def rank(self, scores: jax.Array, budget: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """(indices [B, N, rows, W], counts [B, N, rows]) of any rows of the scores [B, N, rows, J].
 
     budget: [1 or B, 1 or N, rows, regions] or None.
@@ -222,20 +262,28 @@ class Plan:
         ids = jnp.where(jnp.arange(width) < kept[..., None], ids, fill)
       lists.append(ids)
       counts.append(kept)
-    return lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1), jnp.stack(counts).sum(0)
+    return lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1), jnp.stack(counts).sum(
+      0
+    )
 
   def selection(self, indices: jax.Array, counts: jax.Array) -> TileSelection:
     """The selection of lists made by `rank` for every video query tile."""
     layout = self.layout
     return TileSelection(
-      indices, counts, self.num_prefix_tiles, num_dense_rows=layout.num_prefix_tiles, num_key_tiles=layout.num_tiles
+      indices,
+      counts,
+      self.num_prefix_tiles,
+      num_dense_rows=layout.num_prefix_tiles,
+      num_key_tiles=layout.num_tiles,
     )
 
 
 def everything(layout: TileLayout, batch: int, heads: int) -> TileSelection:
   """The selection that drops nothing: implied by its static integers, its lists empty."""
   return TileSelection(
-    jnp.zeros((batch, heads, 0, 0), jnp.int32), jnp.zeros((batch, heads, 0), jnp.int32), layout.num_tiles
+    jnp.zeros((batch, heads, 0, 0), jnp.int32),
+    jnp.zeros((batch, heads, 0), jnp.int32),
+    layout.num_tiles,
   )
 
 
@@ -247,7 +295,9 @@ def top_tiles(scores: jax.Array, k: int) -> jax.Array:
     return lax.top_k(scores, k)[1].astype(jnp.int32)
   # XLA gathers a sharded operand of top_k; it partitions a sort along the other axes.
   positions = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-  _, positions = lax.sort((-scores, positions), dimension=scores.ndim - 1, num_keys=1, is_stable=True)
+  _, positions = lax.sort(
+    (-scores, positions), dimension=scores.ndim - 1, num_keys=1, is_stable=True
+  )
   return positions[..., :k]
 
 
@@ -260,16 +310,22 @@ def has_auto_axes() -> bool:
   )
 
 
-def tile_sizes_of(name: str, sizes: Any, batch: int, tiles: int, tile_size: int | None, default: Any) -> jax.Array:
+def tile_sizes_of(
+  name: str, sizes: Any, batch: int, tiles: int, tile_size: int | None, default: Any
+) -> jax.Array:
   """int32 [B, J] out of sizes [J] or [B, J], checked, clipped to [0, tile_size] when traced."""
   sizes = as_array(default if sizes is None else sizes)
   if sizes.shape not in ((tiles,), (batch, tiles)) or sizes.dtype.kind not in "iu":
-    raise ValueError(f"{name}: got {sizes.dtype}{list(sizes.shape)}, want ints [{tiles}] or [{batch}, {tiles}]")
+    raise ValueError(
+      f"{name}: got {sizes.dtype}{list(sizes.shape)}, want ints [{tiles}] or [{batch}, {tiles}]"
+    )
   if is_known(sizes):
     known = np.asarray(sizes)
     wrong = known[(known < 0) | (known > (known if tile_size is None else tile_size))]
     if wrong.size:
-      raise ValueError(f"{name}: got {wrong[0]}, want 0..{tile_size or ''}, how many slots of a tile are valid")
+      raise ValueError(
+        f"{name}: got {wrong[0]}, want 0..{tile_size or ''}, how many slots of a tile are valid"
+      )
   elif tile_size is not None:
     sizes = jnp.clip(sizes, 0, tile_size)
   return jnp.broadcast_to(jnp.asarray(sizes, jnp.int32), (batch, tiles))
@@ -293,7 +349,9 @@ def static_scale(scale: Any, head_dim: int) -> float:
   """The softmax scale as a Python float; default head_dim**-0.5."""
   if scale is None:
     return head_dim**-0.5
-  value = _static_real("scale", scale, "it is static; to vary it under jit or vmap multiply query by a traced factor")
+  value = _static_real(
+    "scale", scale, "it is static; to vary it under jit or vmap multiply query by a traced factor"
+  )
   if not (math.isfinite(value) and value > 0):
     raise ValueError(f"scale: got {scale!r}, want a finite real > 0")
   return value
@@ -302,17 +360,25 @@ def static_scale(scale: Any, head_dim: int) -> float:
 def _static_real(name: str, value: Any, remedy: str) -> float:
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name}: got a traced value, want a static real; {remedy}")
-  is_scalar = isinstance(value, numbers.Real) or (isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0)
-  if not is_scalar or isinstance(value, (bool, np.bool_)) or np.result_type(value).kind not in "iuf":
+  is_scalar = isinstance(value, numbers.Real) or (
+    isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0
+  )
+  if (
+    not is_scalar or isinstance(value, (bool, np.bool_)) or np.result_type(value).kind not in "iuf"
+  ):
     raise ValueError(f"{name}: got {value!r}, want a static real number")
   return float(value)
 
 
 def _count(topk: Any) -> int:
   if isinstance(topk, jax.core.Tracer):
-    raise ValueError("topk: got a traced value, want a static int; use `budget` for a number that changes at run time")
+    raise ValueError(
+      "topk: got a traced value, want a static int; use `budget` for a number that changes at run time"
+    )
   if isinstance(topk, (bool, np.bool_)) or not isinstance(topk, numbers.Integral):
-    raise ValueError(f"topk: got {topk!r}, want an int, the number of tiles to keep; sparsity takes the share to drop")
+    raise ValueError(
+      f"topk: got {topk!r}, want an int, the number of tiles to keep; sparsity takes the share to drop"
+    )
   if topk < 1:
     raise ValueError(f"topk: got {topk}, want at least 1 tile")
   return int(topk)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from vsa_jax.sharding import on_own_shards
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -76,7 +79,9 @@ class TileSelection:
     """For jax.tree_util."""
     num_prefix_tiles, num_dense_rows, num_key_tiles = static
     indices, counts = children
-    return cls(indices, counts, num_prefix_tiles, num_dense_rows=num_dense_rows, num_key_tiles=num_key_tiles)
+    return cls(
+      indices, counts, num_prefix_tiles, num_dense_rows=num_dense_rows, num_key_tiles=num_key_tiles
+    )
 
   @property
   def num_query_tiles(self) -> int:
@@ -92,16 +97,11 @@ class TileSelection:
     """bool [B, N, R, W]: which entries of `indices` are read: in the count, and a key tile."""
     ids = jnp.asarray(self.indices)
     counts = jnp.asarray(self.counts)[..., None]
-    return (jnp.arange(self.width) < counts) & (ids >= self.num_prefix_tiles) & (ids < self.num_key_tiles)
-
-  def ascending(self) -> tuple[jax.Array, jax.Array]:
-    """(indices, counts) with ascending lists and nothing but key tiles counted; duplicates stay.
-
-    What is not counted is filled with num_key_tiles.
-    """
-    kept = self.keeps()
-    ids = jnp.where(kept, self.indices, self.num_key_tiles).astype(jnp.int32)
-    return lax.sort(ids, dimension=3), kept.sum(3, dtype=jnp.int32)
+    return (
+      (jnp.arange(self.width) < counts)
+      & (ids >= self.num_prefix_tiles)
+      & (ids < self.num_key_tiles)
+    )
 
   @classmethod
   def from_mask(cls, mask: Any, *, width: int | None = None) -> TileSelection:
@@ -120,31 +120,37 @@ class TileSelection:
       )
     mask = jnp.asarray(mask)
     num_key_tiles = mask.shape[3]
-    counts = mask.sum(3, dtype=jnp.int32)
-    known = not isinstance(mask, jax.core.Tracer)
-    largest = int(counts.max(initial=0)) if known else num_key_tiles
+    known = is_known(mask)
+    largest = int(np.asarray(mask).sum(3).max(initial=0)) if known else num_key_tiles
     if width is None:
       width = largest
     elif known and width < largest:
-      raise ValueError(f"width: got {width}, want at least {largest}, the largest count of a row of the mask")
-    ids = jnp.where(mask, jnp.arange(num_key_tiles, dtype=jnp.int32), num_key_tiles)
-    ids = lax.sort(ids, dimension=3)
-    ids = (
-      ids[..., :width]
-      if width <= num_key_tiles
-      else jnp.pad(ids, [(0, 0)] * 3 + [(0, width - num_key_tiles)], constant_values=num_key_tiles)
-    )
-    return cls(ids, jnp.minimum(counts, width), 0, num_dense_rows=0, num_key_tiles=num_key_tiles)
+      raise ValueError(
+        f"width: got {width}, want at least {largest}, the largest count of a row of the mask"
+      )
+
+    def lists(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+      ids = jnp.where(mask, jnp.arange(num_key_tiles, dtype=jnp.int32), num_key_tiles)
+      fill = jnp.full((*mask.shape[:3], max(0, width - num_key_tiles)), num_key_tiles, jnp.int32)
+      ids = jnp.concatenate([lax.sort(ids, dimension=3), fill], axis=3)[..., :width]
+      return ids, jnp.minimum(mask.sum(3, dtype=jnp.int32), width)
+
+    ids, counts = on_own_shards(lists, mask, whole=3)
+    return cls(ids, counts, 0, num_dense_rows=0, num_key_tiles=num_key_tiles)
 
   def to_mask(self) -> jax.Array:
     """bool [B, N, Jq, Jk], True = kept; a duplicate shows once."""
+    return self._on_shards(lambda here: here.multiplicity() > 0)
+
+  def multiplicity(self) -> jax.Array:
+    """int32 [B, N, Jq, Jk]: how often a query tile keeps a key tile; 2 and more where ids repeat."""
     ids = jnp.where(self.keeps(), self.indices, self.num_key_tiles)
     batch, heads, rows, _ = ids.shape
     b, n, r = jnp.ogrid[:batch, :heads, :rows]
-    lists = jnp.zeros((batch, heads, rows, self.num_key_tiles), bool)
-    lists = lists.at[b[..., None], n[..., None], r[..., None], ids].set(True, mode="drop")
-    lists = lists.at[..., : self.num_prefix_tiles].set(True)
-    dense = jnp.ones((batch, heads, self.num_dense_rows, self.num_key_tiles), bool)
+    lists = jnp.zeros((batch, heads, rows, self.num_key_tiles), jnp.int32)
+    lists = lists.at[b[..., None], n[..., None], r[..., None], ids].add(1, mode="drop")
+    lists = lists.at[..., : self.num_prefix_tiles].set(1)
+    dense = jnp.ones((batch, heads, self.num_dense_rows, self.num_key_tiles), jnp.int32)
     return jnp.concatenate([dense, lists], axis=2)
 
   def to_q2k(self) -> tuple[jax.Array, jax.Array]:
@@ -166,14 +172,30 @@ class TileSelection:
         what lies past offsets[-1] is filled with num_query_tiles.  The implied pairs (prefix columns,
         dense rows) are not listed.
     """
+    return self._on_shards(TileSelection._transposed)
+
+  def _transposed(self) -> tuple[jax.Array, jax.Array]:
     batch, heads, rows, width = self.indices.shape
-    keys = jnp.where(self.keeps(), self.indices, self.num_key_tiles).reshape(batch, heads, rows * width)
+    keys = jnp.where(self.keeps(), self.indices, self.num_key_tiles).reshape(
+      batch, heads, rows * width
+    )
     queries = self.num_dense_rows + jnp.arange(rows * width, dtype=jnp.int32) // max(width, 1)
     queries = jnp.broadcast_to(queries, keys.shape)
-    keys, queries = lax.sort((keys.astype(jnp.int32), queries), dimension=2, num_keys=1, is_stable=True)
-    first = jax.vmap(jax.vmap(lambda a: jnp.searchsorted(a, jnp.arange(self.num_key_tiles + 1), side="left")))
+    keys, queries = lax.sort(
+      (keys.astype(jnp.int32), queries), dimension=2, num_keys=1, is_stable=True
+    )
+    first = jax.vmap(
+      jax.vmap(lambda a: jnp.searchsorted(a, jnp.arange(self.num_key_tiles + 1), side="left"))
+    )
     offsets = first(keys).astype(jnp.int32)
     return offsets, jnp.where(keys == self.num_key_tiles, self.num_query_tiles, queries)
+
+  def _on_shards(self, function: Callable[[TileSelection], Any]) -> Any:
+    """function(self), on the shards of batch and heads in explicit mode."""
+    leaves, tree = jax.tree.flatten(self)
+    return on_own_shards(
+      lambda *leaves: function(jax.tree.unflatten(tree, leaves)), *leaves, whole=2
+    )
 
 
 def check_selection(selection: Any, batch: int, heads: int) -> None:
@@ -196,8 +218,14 @@ def check_selection(selection: Any, batch: int, heads: int) -> None:
       " heads of query; one list per query head, also under GQA)"
     )
   if counts.shape != ids.shape[:3]:
-    raise ValueError(f"selection.counts: got shape {list(counts.shape)}, want {list(ids.shape[:3])}")
-  prefix, dense, keys = selection.num_prefix_tiles, selection.num_dense_rows, selection.num_key_tiles
+    raise ValueError(
+      f"selection.counts: got shape {list(counts.shape)}, want {list(ids.shape[:3])}"
+    )
+  prefix, dense, keys = (
+    selection.num_prefix_tiles,
+    selection.num_dense_rows,
+    selection.num_key_tiles,
+  )
   if not 0 <= prefix <= keys or dense < 0:
     raise ValueError(
       f"selection: got num_prefix_tiles={prefix}, num_dense_rows={dense}, num_key_tiles={keys}, want"
@@ -212,7 +240,9 @@ def _check_table(ids: np.ndarray, counts: np.ndarray, prefix: int, keys: int) ->
   wrong = np.argwhere((counts < 0) | (counts > width))
   if wrong.size:
     at = tuple(wrong[0].tolist())
-    raise ValueError(f"selection.counts{list(at)}: got {counts[at]}, want 0..{width}, the width of the lists")
+    raise ValueError(
+      f"selection.counts{list(at)}: got {counts[at]}, want 0..{width}, the width of the lists"
+    )
   wrong = np.argwhere((np.arange(width) < counts[..., None]) & ((ids < prefix) | (ids >= keys)))
   if wrong.size:
     at = tuple(wrong[0].tolist())

@@ -28,7 +28,9 @@ class Placement:
   batch: Any  # an entry of a PartitionSpec
   heads: Any
 
-  def spec(self, shape: tuple[int, ...], batch_axis: int | None = 0, head_axis: int | None = None) -> PartitionSpec:
+  def spec(
+    self, shape: tuple[int, ...], batch_axis: int | None = 0, head_axis: int | None = None
+  ) -> PartitionSpec:
     """The spec of an array whose batch and heads are on these axes; a size of 1 there is replicated."""
     entries: list[Any] = [None] * len(shape)
     if batch_axis is not None and shape[batch_axis] != 1:
@@ -65,19 +67,25 @@ def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
       does not divide its batch or heads.
   """
   if sharding is not None and not isinstance(sharding, NamedSharding):
-    raise ValueError(f"sharding: got {type(sharding).__name__}, want the NamedSharding of query, [B, L, N, H]")
+    raise ValueError(
+      f"sharding: got {type(sharding).__name__}, want the NamedSharding of query, [B, L, N, H]"
+    )
   found = sharding if sharding is not None else _own_sharding(query)
   if found is None:
     return None
   spec = tuple(found.spec) + (None,) * (query.ndim - len(found.spec))
   if len(spec) > query.ndim:
-    raise ValueError(f"sharding: got {found.spec}, want a spec of query's {query.ndim} axes [B, L, N, H]")
+    raise ValueError(
+      f"sharding: got {found.spec}, want a spec of query's {query.ndim} axes [B, L, N, H]"
+    )
   manual = set(getattr(found.mesh, "manual_axes", ()))
   batch, sequence, heads, head_dim = (_entry(entry, manual) for entry in spec)
   for name, entry, axis in (("sequence", sequence, 1), ("head dim", head_dim, 3)):
     if _ways(found.mesh, entry) > 1:
       remedy = _ULYSSES if axis == 1 else "replicate it"
-      raise ValueError(f"sharding: got {found.spec}, which splits query's {name} (axis {axis}); {remedy}")
+      raise ValueError(
+        f"sharding: got {found.spec}, which splits query's {name} (axis {axis}); {remedy}"
+      )
   for name, entry, axis in (("batch", batch, 0), ("heads", heads, 2)):
     ways = _ways(found.mesh, entry)
     if query.shape[axis] % ways:
@@ -90,7 +98,9 @@ def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
   return Placement(found.mesh, batch, heads)
 
 
-def check_key_placement(placement: Placement, query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def check_key_placement(
+  placement: Placement, query: jax.Array, key: jax.Array, value: jax.Array
+) -> None:
   """ValueError unless key and value can be sharded like query."""
   kv_heads, ways = key.shape[2], _ways(placement.mesh, placement.heads)
   if kv_heads != 1 and kv_heads % ways:
@@ -108,27 +118,41 @@ def check_placement(placement: Placement, name: str, array: Any, want: Partition
   if found is None:
     return
   manual = set(getattr(found.mesh, "manual_axes", ()))
-  got = [_entry(entry, manual) for entry in tuple(found.spec) + (None,) * (array.ndim - len(found.spec))]
+  got = [
+    _entry(entry, manual) for entry in tuple(found.spec) + (None,) * (array.ndim - len(found.spec))
+  ]
   if got != [_entry(entry, manual) for entry in want]:
     raise ValueError(
       f"{name}: is sharded as {found.spec}, want {want}, as query's batch and heads are; jax.sharding.reshard it"
     )
 
 
-def on_own_shards(function: Callable, x: jax.Array) -> jax.Array:
-  """function(x) for a function that keeps the rank and works on axis 1 alone, whatever else is sharded.
+def on_own_shards(function: Callable, *arrays: jax.Array, whole: int) -> Any:
+  """function(*arrays) for a function that leaves alone every axis that is sharded in explicit mode.
 
-  In explicit mode JAX cannot type a reshape between sharded axes; on the shards there is nothing to type.
+  Explicit mode cannot type a reshape between sharded axes, and XLA gathers a sharded operand of top_k; on
+  the shards there is neither.  All arrays and results are sharded as the first.
+
+  Args:
+    function: the function.
+    arrays: its arguments.
+    whole: the axis it works on, which must not be sharded.
 
   Raises:
-    ValueError: axis 1 is sharded.
+    ValueError: that axis is sharded.
   """
-  found = _own_sharding(x)
+  found = _own_sharding(arrays[0])
   if found is None or AxisType.Explicit not in found.mesh.axis_types or not any(found.spec):
-    return function(x)
-  if len(found.spec) > 1 and found.spec[1] is not None:
-    raise ValueError(f"x: is sharded as {found.spec}, which splits its tokens (axis 1); {_ULYSSES}")
-  return Placement(found.mesh, None, None).shard_map(function, (found.spec,), found.spec)(x)
+    return function(*arrays)
+  entries = list(found.spec)
+  if len(entries) > whole and entries[whole] is not None:
+    raise ValueError(
+      f"sharding: got {found.spec}, which splits axis {whole}, want it whole; {_ULYSSES}"
+    )
+  while entries[-1] is None:
+    entries.pop()
+  spec = PartitionSpec(*entries)
+  return Placement(found.mesh, None, None).shard_map(function, (spec,) * len(arrays), spec)(*arrays)
 
 
 def vary_alike(*trees: Any) -> tuple[Any, ...]:
@@ -160,7 +184,11 @@ def _own_sharding(x: Any) -> NamedSharding | None:
 
 def _entry(entry: Any, manual: set[str]) -> Any:
   """An entry of a spec without manual axes; None when no axis is left."""
-  names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None and n not in manual)
+  names = tuple(
+    n
+    for n in (entry if isinstance(entry, tuple) else (entry,))
+    if n is not None and n not in manual
+  )
   return None if not names else names[0] if len(names) == 1 else names
 
 

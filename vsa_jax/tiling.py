@@ -31,7 +31,7 @@ def tile_tokens(x: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: x does not have layout.num_tokens tokens on axis 1.
   """
   check_tokens(x, "x", layout, tiled=False)
-  return on_own_shards(functools.partial(_tile, layout), x)
+  return on_own_shards(functools.partial(_tile, layout), x, whole=1)
 
 
 def _tile(layout: TileLayout, x: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def untile_tokens(xt: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: xt does not have layout.padded_length slots on axis 1.
   """
   check_tokens(xt, "xt", layout, tiled=True)
-  return on_own_shards(functools.partial(_untile, layout), xt)
+  return on_own_shards(functools.partial(_untile, layout), xt, whole=1)
 
 
 def _untile(layout: TileLayout, xt: jax.Array) -> jax.Array:
@@ -95,9 +95,13 @@ def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) ->
     remedy = "tokens are on axis 1, after the batch"
   elif shape[1] == (layout.num_tokens if tiled else layout.padded_length):
     remedy = (
-      "x is in packed order: tile_tokens first" if tiled else "x is tiled already: say tiled=True, or untile first"
+      "x is in packed order: tile_tokens first"
+      if tiled
+      else "x is tiled already: say tiled=True, or untile first"
     )
-  elif len(layout.segments) == 3 and layout.num_regions == 0 and shape[1] == math.prod(layout.segments):
+  elif (
+    len(layout.segments) == 3 and layout.num_regions == 0 and shape[1] == math.prod(layout.segments)
+  ):
     remedy = f"three ints are three dense segments; one video is [{layout.segments}]"
   raise ValueError(
     f"{name}: got shape {list(shape)}, want [B, {want}, ...] (the layout's {kind}; its segments are"
@@ -113,7 +117,9 @@ def _tile_video(x: jax.Array, grid: tuple[int, int, int], tile: tuple[int, int, 
   def blocks(x: jax.Array, axis: int, counts: tuple[int, ...], sides: tuple[int, ...]) -> jax.Array:
     """Cuts axis 1 + axis; returns tiles [B, nT, nH, nW, M, ...] of what is left of x."""
     if axis == 3:
-      x = x.reshape(x.shape[0], *(n for pair in zip(counts, sides, strict=True) for n in pair), *trailing)
+      x = x.reshape(
+        x.shape[0], *(n for pair in zip(counts, sides, strict=True) for n in pair), *trailing
+      )
       x = x.transpose(0, 1, 3, 5, 2, 4, 6, *range(7, x.ndim))
       x = x.reshape(x.shape[0], *counts, math.prod(sides), *trailing)
       return _pad_axis(x, 4, math.prod(tile) - math.prod(sides))
@@ -127,7 +133,9 @@ def _tile_video(x: jax.Array, grid: tuple[int, int, int], tile: tuple[int, int, 
   return blocks(x, 0, (), ()).reshape(x.shape[0], num_slots, *trailing)
 
 
-def _untile_video(x: jax.Array, grid: tuple[int, int, int], tile: tuple[int, int, int]) -> jax.Array:
+def _untile_video(
+  x: jax.Array, grid: tuple[int, int, int], tile: tuple[int, int, int]
+) -> jax.Array:
   """The inverse of `_tile_video`, step by step."""
   trailing = x.shape[2:]
   x = x.reshape(x.shape[0], *tile_counts(grid, tile), math.prod(tile), *trailing)

@@ -15,7 +15,13 @@ from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, S
 from vsa_jax.block_sparse.choice import choose
 from vsa_jax.routing import check_heads, static_scale, tile_sizes_of
 from vsa_jax.selection import TileSelection, check_selection
-from vsa_jax.sharding import Placement, check_key_placement, check_placement, placement_of, vary_alike
+from vsa_jax.sharding import (
+  Placement,
+  check_key_placement,
+  check_placement,
+  placement_of,
+  vary_alike,
+)
 
 
 def block_sparse_attention(
@@ -64,9 +70,16 @@ def block_sparse_attention(
   config = attention_config(query, key, value, selection, scale, precision)
   problem = config.problem
   key_sizes = tile_sizes_of(
-    "tile_sizes", tile_sizes, problem.batch, problem.key_tiles, problem.tile_size, _full(problem, problem.key_tiles)
+    "tile_sizes",
+    tile_sizes,
+    problem.batch,
+    problem.key_tiles,
+    problem.tile_size,
+    _full(problem, problem.key_tiles),
   )
-  if query_tile_sizes is None and tile_sizes is not None and problem.query_tiles == problem.key_tiles:
+  if (
+    query_tile_sizes is None and tile_sizes is not None and problem.query_tiles == problem.key_tiles
+  ):
     query_sizes = key_sizes
   else:
     query_sizes = tile_sizes_of(
@@ -78,7 +91,11 @@ def block_sparse_attention(
       _full(problem, problem.query_tiles),
     )
   placement = placement_of(query, sharding)
-  static = (choose(implementation, problem, placed=placement is not None), config.scale, config.precision)
+  static = (
+    choose(implementation, problem, placed=placement is not None),
+    config.scale,
+    config.precision,
+  )
   attend = functools.partial(attend_local, static)
   if placement is not None:
     check_key_placement(placement, query, key, value)
@@ -96,7 +113,12 @@ class AttentionConfig(NamedTuple):
 
 
 def attention_config(
-  query: jax.Array, key: jax.Array, value: jax.Array, selection: TileSelection, scale: Any, precision: Any
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  selection: TileSelection,
+  scale: Any,
+  precision: Any,
 ) -> AttentionConfig:
   """Checks the arrays against each other and against the selection."""
   check_qkv(query, key, value)
@@ -105,7 +127,15 @@ def attention_config(
   query_tiles, key_tiles = selection.num_query_tiles, selection.num_key_tiles
   tile_size = _tile_size(query, key, query_tiles, key_tiles)
   problem = Problem(
-    query.dtype, batch, heads, key.shape[2], head_dim, tile_size, query_tiles, key_tiles, selection.width
+    query.dtype,
+    batch,
+    heads,
+    key.shape[2],
+    head_dim,
+    tile_size,
+    query_tiles,
+    key_tiles,
+    selection.width,
   )
   return AttentionConfig(problem, static_scale(scale, head_dim), check_precision(precision))
 
@@ -133,7 +163,9 @@ def check_qkv(query: Any, key: Any, value: Any) -> None:
       f" {list(query.shape)} (the order is batch, tokens, heads, head dim)"
     )
   if query.shape[3] < 1 or query.shape[2] < 1:
-    raise ValueError(f"query: got shape {list(query.shape)}, want at least one head and one head dim")
+    raise ValueError(
+      f"query: got shape {list(query.shape)}, want at least one head and one head dim"
+    )
   check_heads(query.shape[2], key.shape[2])
 
 
@@ -169,13 +201,22 @@ def _full(problem: Problem, tiles: int) -> np.ndarray:
   return np.full(tiles, problem.tile_size, np.int32)
 
 
-def _on_shards(attend: Any, placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection) -> Any:
+def _on_shards(
+  attend: Any, placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection
+) -> Any:
   tokens, keys = placement.spec(query.shape, 0, 2), placement.spec(key.shape, 0, 2)
   lists = jax.tree.map(lambda x: placement.spec(x.shape, 0, 1), selection)
-  jax.tree.map(lambda name, x, spec: check_placement(placement, name, x, spec), _names(selection), selection, lists)
+  jax.tree.map(
+    lambda name, x, spec: check_placement(placement, name, x, spec),
+    _names(selection),
+    selection,
+    lists,
+  )
   sizes: Any = placement.spec((query.shape[0], 0), 0)
   return placement.shard_map(
-    attend, (tokens, keys, keys, lists, Sizes(sizes, sizes)), (tokens, placement.spec(query.shape[:3], 0, 2))
+    attend,
+    (tokens, keys, keys, lists, Sizes(sizes, sizes)),
+    (tokens, placement.spec(query.shape[:3], 0, 2)),
   )
 
 
@@ -197,7 +238,9 @@ def attend_local(
   implementation, scale, precision = static
   query, key, value, selection, sizes = vary_alike(query, key, value, selection, sizes)
   if implementation.backward is None:
-    out, lse = implementation.forward(query, key, value, selection, sizes, scale=scale, precision=precision)
+    out, lse = implementation.forward(
+      query, key, value, selection, sizes, scale=scale, precision=precision
+    )
     return out, _natural(lse)
   return _attend(static, query, key, value, selection, sizes)
 
@@ -209,7 +252,9 @@ def _attend(static, query, key, value, selection, sizes):
 
 def _attend_forward(static, query, key, value, selection, sizes):
   implementation, scale, precision = static
-  out, lse = implementation.forward(query, key, value, selection, sizes, scale=scale, precision=precision)
+  out, lse = implementation.forward(
+    query, key, value, selection, sizes, scale=scale, precision=precision
+  )
   # Named here, inside the rule: outside it, a policy that saves them would still run the forward twice.
   out, lse = checkpoint_name(out, "vsa_out"), checkpoint_name(lse, "vsa_lse")
   return (out, _natural(lse)), Residual(query, key, value, selection, sizes, out, lse)
@@ -219,7 +264,9 @@ def _attend_backward(static, residual, cotangents):
   implementation, scale, precision = static
   d_out, d_lse = cotangents
   out, lse = residual.out, residual.lse
-  delta = jnp.einsum("bqnh,bqnh->bnq", out.astype(lse.dtype), d_out.astype(lse.dtype)) - jnp.moveaxis(d_lse, 1, 2)
+  delta = jnp.einsum(
+    "bqnh,bqnh->bnq", out.astype(lse.dtype), d_out.astype(lse.dtype)
+  ) - jnp.moveaxis(d_lse, 1, 2)
   delta = jnp.where(lse == -jnp.inf, 0, delta)
   gradients = implementation.backward(residual, d_out, delta, scale=scale, precision=precision)
   return (*gradients, None, None)

@@ -45,7 +45,9 @@ class Residual(NamedTuple):
   selection: TileSelection
   sizes: Sizes
   out: jax.Array  # [B, Jq*M, N, H], query's dtype
-  lse: jax.Array  # [B, N, Jq*M], base 2, float32 (float64 for float64), -inf where a row has no keys
+  lse: (
+    jax.Array
+  )  # [B, N, Jq*M], base 2, float32 (float64 for float64), -inf where a row has no keys
 
 
 class Implementation(Protocol):

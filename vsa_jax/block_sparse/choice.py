@@ -45,7 +45,9 @@ def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
         " it sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
         stacklevel=3,
       )
-    return next(IMPLEMENTATIONS[name] for name in _AUTOMATIC if reason_against(name, problem) is None)
+    return next(
+      IMPLEMENTATIONS[name] for name in _AUTOMATIC if reason_against(name, problem) is None
+    )
   several = isinstance(asked, Sequence) and not isinstance(asked, str)
   reasons = []
   for item in asked if several else [asked]:
@@ -62,7 +64,9 @@ def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
   if not reasons:
     raise ValueError("implementation: got an empty sequence, want names to try in order, or None")
   able = [name for name in IMPLEMENTATIONS if reason_against(name, problem) is None]
-  raise NotImplementedError(f"implementation: {'; '.join(reasons)}. These can: {able}; None takes the best of them")
+  raise NotImplementedError(
+    f"implementation: {'; '.join(reasons)}. These can: {able}; None takes the best of them"
+  )
 
 
 def reason_against(item: Any, problem: Problem) -> str | None:
@@ -71,9 +75,13 @@ def reason_against(item: Any, problem: Problem) -> str | None:
     if item in _ABSENT:
       return _ABSENT[item]
     if item not in IMPLEMENTATIONS:
-      raise ValueError(f"implementation: got {item!r}, want one of {[*IMPLEMENTATIONS, *_ABSENT]}, an object or None")
+      raise ValueError(
+        f"implementation: got {item!r}, want one of {[*IMPLEMENTATIONS, *_ABSENT]}, an object or None"
+      )
     item = IMPLEMENTATIONS[item]
-  missing = [name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)]
+  missing = [
+    name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)
+  ]
   if missing:
     raise ValueError(
       f"implementation: got {item!r} without {missing}, want a name of {[*IMPLEMENTATIONS, *_ABSENT]}, None, or an"
@@ -85,7 +93,8 @@ def reason_against(item: Any, problem: Problem) -> str | None:
 def survey(problem: Problem) -> dict[str, str | None]:
   """Every name, with the reason why it cannot run a call (None: it can)."""
   return {
-    name: reason_against(name, problem) for name in [*_AUTOMATIC, *(IMPLEMENTATIONS.keys() - set(_AUTOMATIC)), *_ABSENT]
+    name: reason_against(name, problem)
+    for name in [*_AUTOMATIC, *(IMPLEMENTATIONS.keys() - set(_AUTOMATIC)), *_ABSENT]
   }
 
 

@@ -44,7 +44,7 @@ class Reference:
     k, v = (jnp.where(key_valid[..., None, None], x.astype(dtype), 0) for x in (key, value))
     k, v = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (k, v))
 
-    times = jnp.repeat(jnp.repeat(_multiplicity(selection), tile_size, axis=2), tile_size, axis=3)
+    times = jnp.repeat(jnp.repeat(selection.multiplicity(), tile_size, axis=2), tile_size, axis=3)
     times = times * (query_valid[:, None, :, None] & key_valid[:, None, None, :])
     times = times.astype(dtype)
     logits = jnp.einsum("bqnh,bknh->bnqk", q, k, precision=lax.Precision.HIGHEST) * scale
@@ -55,18 +55,8 @@ class Reference:
     total = weights.sum(-1)
     some = total > 0
     total = jnp.where(total == 0, 1, total)
-    out = jnp.einsum("bnqk,bknh->bqnh", weights / total[..., None], v, precision=lax.Precision.HIGHEST)
+    out = jnp.einsum(
+      "bnqk,bknh->bqnh", weights / total[..., None], v, precision=lax.Precision.HIGHEST
+    )
     lse = jnp.where(some | jnp.isnan(total), top + jnp.log(total), -jnp.inf)
     return out.astype(query.dtype), lse * LOG2_E
-
-
-def _multiplicity(selection: TileSelection) -> jax.Array:
-  """int32 [B, N, Jq, Jk]: how often a query tile keeps a key tile (a duplicate counts twice)."""
-  ids = jnp.where(selection.keeps(), selection.indices, selection.num_key_tiles)
-  batch, heads, rows, _ = ids.shape
-  b, n, r = jnp.ogrid[:batch, :heads, :rows]
-  lists = jnp.zeros((batch, heads, rows, selection.num_key_tiles), jnp.int32)
-  lists = lists.at[b[..., None], n[..., None], r[..., None], ids].add(1, mode="drop")
-  lists = lists.at[..., : selection.num_prefix_tiles].set(1)
-  dense = jnp.ones((batch, heads, selection.num_dense_rows, selection.num_key_tiles), jnp.int32)
-  return jnp.concatenate([dense, lists], axis=2)

@@ -57,11 +57,15 @@ class Xla:
     def listed_row(_, row):
       q, ids, counts = row
       entries = _entries(ids, counts, selection, sizes.key, shape)
-      out, lse = _softmax(q, _gather(keys, entries), _gather(values, entries), entries.bias, scale, precision)
+      out, lse = _softmax(
+        q, _gather(keys, entries), _gather(values, entries), entries.bias, scale, precision
+      )
       return None, (out, lse)
 
     _, dense_parts = lax.scan(dense_row, None, _dense_rows(q, dense, shape))
-    _, listed_parts = lax.scan(listed_row, None, (_listed_rows(q, dense, shape), *_lists(selection, dense, shape)))
+    _, listed_parts = lax.scan(
+      listed_row, None, (_listed_rows(q, dense, shape), *_lists(selection, dense, shape))
+    )
     out, lse = (_join(d, r, shape) for d, r in zip(dense_parts, listed_parts, strict=True))
     lse = lse[..., 0]
     valid = jnp.arange(shape.tile_size) < jnp.moveaxis(sizes.query, 1, 0)[:, :, None, None]
@@ -101,9 +105,13 @@ class Xla:
       d_q, d_k, d_v = _softmax_vjp(row, kept, scale, precision)
       return (_add(d_keys, d_k, entries, shape), _add(d_values, d_v, entries, shape)), d_q
 
-    zeros = jnp.zeros((shape.batch, shape.kv_heads, shape.key_tiles, shape.tile_size, shape.head_dim), dtype)
+    zeros = jnp.zeros(
+      (shape.batch, shape.kv_heads, shape.key_tiles, shape.tile_size, shape.head_dim), dtype
+    )
     carry = (vary_over(zeros, varying_axes(q, keys, values, selection.indices)),) * 2
-    carry, dense_part = lax.scan(dense_row, carry, tuple(_dense_rows(x, dense, shape) for x in rows))
+    carry, dense_part = lax.scan(
+      dense_row, carry, tuple(_dense_rows(x, dense, shape) for x in rows)
+    )
     listed = (*(_listed_rows(x, dense, shape) for x in rows), *_lists(selection, dense, shape))
     carry, listed_part = lax.scan(listed_row, carry, listed)
     d_query = _untile(_join(dense_part, listed_part, shape), shape).astype(query.dtype)
@@ -127,7 +135,9 @@ class _Shape(NamedTuple):
   def of(cls, query: jax.Array, key: jax.Array, selection: TileSelection) -> _Shape:
     batch, length, heads, head_dim = query.shape
     tiles = selection.num_query_tiles
-    return cls(batch, heads, key.shape[2], head_dim, tiles, selection.num_key_tiles, length // tiles)
+    return cls(
+      batch, heads, key.shape[2], head_dim, tiles, selection.num_key_tiles, length // tiles
+    )
 
   @property
   def groups(self) -> int:
@@ -146,7 +156,9 @@ def _softmax(q, k, v, bias, scale, precision):
   top = jnp.where(top == -jnp.inf, 0, top)
   weights = jnp.exp2(logits - top)
   total = weights.sum(-1, keepdims=True)
-  out = _dot("bnqk,bnkh->bnqh", weights.astype(v.dtype), v, precision) / jnp.where(total == 0, 1, total)
+  out = _dot("bnqk,bnkh->bnqh", weights.astype(v.dtype), v, precision) / jnp.where(
+    total == 0, 1, total
+  )
   return out, top + jnp.log2(total)
 
 
@@ -169,7 +181,9 @@ def _logits(q, k, bias, scale, precision):
 
 
 def _dot(subscripts, a, b, precision):
-  return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulator(a.dtype))
+  return jnp.einsum(
+    subscripts, a, b, precision=precision, preferred_element_type=accumulator(a.dtype)
+  )
 
 
 # Query side: [Jq, B, N, M, H], cut in dense rows [D, B, K, G*M, H] and listed rows [R*G, B, K, M, H].
@@ -194,7 +208,9 @@ def _rows_to_tokens(x: jax.Array) -> jax.Array:
 
 
 def _dense_rows(x: jax.Array, dense: int, shape: _Shape) -> jax.Array:
-  return x[:dense].reshape(dense, shape.batch, shape.kv_heads, shape.groups * shape.tile_size, x.shape[-1])
+  return x[:dense].reshape(
+    dense, shape.batch, shape.kv_heads, shape.groups * shape.tile_size, x.shape[-1]
+  )
 
 
 def _listed_rows(x: jax.Array, dense: int, shape: _Shape) -> jax.Array:
@@ -272,7 +288,10 @@ class _Entries(NamedTuple):
 
 def _entries(ids, counts, selection: TileSelection, sizes: jax.Array, shape: _Shape) -> _Entries:
   row = TileSelection(
-    ids[:, :, None], counts[:, :, None], selection.num_prefix_tiles, num_key_tiles=selection.num_key_tiles
+    ids[:, :, None],
+    counts[:, :, None],
+    selection.num_prefix_tiles,
+    num_key_tiles=selection.num_key_tiles,
   )
   nothing = selection.num_key_tiles
   ids = jnp.where(row.keeps()[:, :, 0], ids, nothing).astype(jnp.int32)
@@ -298,7 +317,9 @@ def _gather(tiles: jax.Array, entries: _Entries) -> jax.Array:
 
 def _add(carry: jax.Array, update: jax.Array, entries: _Entries, shape: _Shape) -> jax.Array:
   """Adds the tiles of one row to theirs; ids past the last tile are dropped."""
-  add = jax.vmap(jax.vmap(lambda carry, ids, new: carry.at[ids].add(new, mode="drop", unique_indices=True)))
+  add = jax.vmap(
+    jax.vmap(lambda carry, ids, new: carry.at[ids].add(new, mode="drop", unique_indices=True))
+  )
   return add(carry, entries.ids, _in_tiles(update, shape))
 
 
