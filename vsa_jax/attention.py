@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv
+from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv, naming_forward_mode
 from vsa_jax.block_sparse.base import Implementation, Problem, Sizes, accumulator
 from vsa_jax.block_sparse.choice import choose, survey
 from vsa_jax.layout import TileLayout
@@ -119,7 +119,8 @@ def video_sparse_attention(
   run = functools.partial(_attention, options)
   if placement is not None:
     run = _on_shards(run, options, placement, operands)
-  out, aux = run(operands)
+  with naming_forward_mode(options.implementation):
+    out, aux = run(operands)
   return (out, aux) if return_aux else out
 
 
@@ -375,7 +376,8 @@ class Explanation:
   def __str__(self) -> str:
     layout = self.layout
     lines = [
-      f"{layout.num_tokens} tokens in {layout.num_tiles} tiles of {layout.tile_size} ({layout.num_prefix_tiles} prefix"
+      f"{layout.num_tokens} tokens in {layout.num_tiles} tiles of {layout.tile_size}"
+      f" ({layout.num_prefix_tiles} prefix"
       f" tiles; video regions of {[stop - start for start, stop in layout.video_spans]} tiles),"
       f" {layout.padded_length - layout.num_tokens} slots of padding",
       f"keeps {self.kept_pairs} of {layout.num_tiles**2} tile pairs per head ({self.kept_fraction:.1%})",

@@ -149,7 +149,6 @@ class VSAAttention(nnx.Module):
     self.query = projection(num_heads)
     self.key = projection(num_kv_heads)
     self.value = projection(num_kv_heads)
-    self.gate = projection(num_heads, use_bias=gate_use_bias, zero=True) if use_gate else None
     self.query_norm = norm() if normalize_qk else None
     self.key_norm = norm() if normalize_qk else None
     self.out = nnx.LinearGeneral(
@@ -165,6 +164,8 @@ class VSAAttention(nnx.Module):
       kernel_metadata=out_kernel_metadata or {},
       rngs=rngs,
     )
+    # Last, so that the other weights are the same with and without a gate.
+    self.gate = projection(num_heads, use_bias=gate_use_bias, zero=True) if use_gate else None
 
   @property
   def config(self) -> dict[str, Any]:
@@ -225,8 +226,8 @@ class VSAAttention(nnx.Module):
       )
     if layout.tile != self.tile:
       raise ValueError(
-        f"layout: got tile {layout.tile}, want {self.tile}, which this module was built with; weights are trained for"
-        " one tile: build the layout with it, or the module anew"
+        f"layout: got tile {layout.tile}, want {self.tile}, which this module was built with; weights are trained"
+        " for one tile: build the layout with it, or the module anew"
       )
     topk = self.topk if sparsity is None else None
     sparsity = self.sparsity if sparsity is None else sparsity

@@ -262,9 +262,8 @@ class Plan:
         ids = jnp.where(jnp.arange(width) < kept[..., None], ids, fill)
       lists.append(ids)
       counts.append(kept)
-    return lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1), jnp.stack(counts).sum(
-      0
-    )
+    indices = lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1)
+    return indices, jnp.stack(counts).sum(0, dtype=jnp.int32)  # a plain sum is int64 in x64 mode
 
   def selection(self, indices: jax.Array, counts: jax.Array) -> TileSelection:
     """The selection of lists made by `rank` for every video query tile."""
@@ -363,9 +362,8 @@ def _static_real(name: str, value: Any, remedy: str) -> float:
   is_scalar = isinstance(value, numbers.Real) or (
     isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0
   )
-  if (
-    not is_scalar or isinstance(value, (bool, np.bool_)) or np.result_type(value).kind not in "iuf"
-  ):
+  dtype = value.dtype if hasattr(value, "dtype") else np.result_type(type(value))
+  if not is_scalar or isinstance(value, (bool, np.bool_)) or dtype.kind not in "iuf":
     raise ValueError(f"{name}: got {value!r}, want a static real number")
   return float(value)
 

@@ -73,6 +73,7 @@ def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
   found = sharding if sharding is not None else _own_sharding(query)
   if found is None:
     return None
+  found = _in_context(found)
   spec = tuple(found.spec) + (None,) * (query.ndim - len(found.spec))
   if len(spec) > query.ndim:
     raise ValueError(
@@ -180,6 +181,14 @@ def _own_sharding(x: Any) -> NamedSharding | None:
     return x.sharding if isinstance(x.sharding, NamedSharding) else None
   found = jax.typeof(x).sharding
   return found if AxisType.Explicit in found.mesh.axis_types else None
+
+
+def _in_context(sharding: NamedSharding) -> NamedSharding:
+  """Inside a user's shard_map over some axes of the mesh, the same on the mesh that knows they are manual."""
+  context = jax.sharding.get_abstract_mesh()
+  if context.manual_axes and context.axis_names == sharding.mesh.axis_names:
+    return NamedSharding(context, sharding.spec)
+  return sharding
 
 
 def _entry(entry: Any, manual: set[str]) -> Any:

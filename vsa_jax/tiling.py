@@ -34,6 +34,7 @@ def tile_tokens(x: jax.Array, layout: TileLayout) -> jax.Array:
   return on_own_shards(functools.partial(_tile, layout), x, whole=1)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _tile(layout: TileLayout, x: jax.Array) -> jax.Array:
   prefix, videos, start = [], [], 0
   for segment in layout.segments:
@@ -66,6 +67,7 @@ def untile_tokens(xt: jax.Array, layout: TileLayout) -> jax.Array:
   return on_own_shards(functools.partial(_untile, layout), xt, whole=1)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _untile(layout: TileLayout, xt: jax.Array) -> jax.Array:
   spans = iter(layout.video_spans)
   parts, dense_start = [], 0

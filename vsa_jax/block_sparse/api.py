@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, Sizes
+from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, Sizes, accumulator
 from vsa_jax.block_sparse.choice import choose
 from vsa_jax.routing import check_heads, static_scale, tile_sizes_of
 from vsa_jax.selection import TileSelection, check_selection
@@ -100,7 +101,8 @@ def block_sparse_attention(
   if placement is not None:
     check_key_placement(placement, query, key, value)
     attend = _on_shards(attend, placement, query, key, selection)
-  out, lse = attend(query, key, value, selection, Sizes(query_sizes, key_sizes))
+  with naming_forward_mode(static[0]):
+    out, lse = attend(query, key, value, selection, Sizes(query_sizes, key_sizes))
   return (out, lse) if return_lse else out
 
 
@@ -225,6 +227,20 @@ def _names(selection: TileSelection) -> TileSelection:
   return jax.tree.unflatten(jax.tree.structure(selection), leaves)
 
 
+@contextlib.contextmanager
+def naming_forward_mode(implementation: Implementation) -> Iterator[None]:
+  """Adds to JAX's refusal of forward mode what does have it."""
+  try:
+    yield
+  except TypeError as error:
+    if "forward-mode" not in str(error):
+      raise
+    raise TypeError(
+      f"implementation {implementation.name!r} has no forward mode (jvp, hessian): it is differentiated by a"
+      " rule of its own; implementation='reference' has it"
+    ) from error
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def attend_local(
   static: tuple[Implementation, float, Any],
@@ -236,6 +252,9 @@ def attend_local(
 ) -> tuple[jax.Array, jax.Array]:
   """(out, natural LSE [B, Jq*M, N]) of checked arguments, on one device (or one shard)."""
   implementation, scale, precision = static
+  if not query.shape[0]:  # nothing to run: no implementation has to know an empty batch
+    batch, length, heads, _ = query.shape
+    return query, jnp.zeros((batch, length, heads), accumulator(query.dtype))
   query, key, value, selection, sizes = vary_alike(query, key, value, selection, sizes)
   if implementation.backward is None:
     out, lse = implementation.forward(

@@ -41,8 +41,8 @@ def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
   if asked is None:
     if partitioned:
       warnings.warn(
-        "vsa_jax: this mesh has automatic axes and no `sharding` was given, so XLA partitions implementation='xla' as"
-        " it sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
+        "vsa_jax: this mesh has automatic axes and no `sharding` was given, so XLA partitions 'xla' as it"
+        " sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
         stacklevel=3,
       )
     return next(

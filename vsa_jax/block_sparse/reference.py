@@ -53,10 +53,12 @@ class Reference:
     # Twice `where`: the unkept logits may overflow exp, and 0 * inf in its derivative is NaN.
     weights = times * jnp.exp(jnp.where(times > 0, logits - top[..., None], 0))
     total = weights.sum(-1)
-    some = total > 0
     total = jnp.where(total == 0, 1, total)
     out = jnp.einsum(
       "bnqk,bknh->bqnh", weights / total[..., None], v, precision=lax.Precision.HIGHEST
     )
-    lse = jnp.where(some | jnp.isnan(total), top + jnp.log(total), -jnp.inf)
-    return out.astype(query.dtype), lse * LOG2_E
+    lse = (top + jnp.log(total)) * LOG2_E
+    # The last `where` also cuts off the cotangents of rows without keys.
+    some = (times > 0).any(-1)
+    out = jnp.where(jnp.moveaxis(some, 1, 2)[..., None], out, 0)
+    return out.astype(query.dtype), jnp.where(some, lse, -jnp.inf)

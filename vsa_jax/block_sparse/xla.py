@@ -47,26 +47,19 @@ class Xla:
     shape = _Shape.of(query, key, selection)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
-    dense = _num_dense_rows(selection)
 
-    def dense_row(_, q):
-      bias = _slot_bias(sizes.key, shape)
-      out, lse = _softmax(q, _all(keys), _all(values), bias, scale, precision)
-      return None, (out, lse)
+    def dense_row(_, row):
+      (q,) = row
+      kept = _all(keys), _all(values), _slot_bias(sizes.key, shape)
+      return None, _softmax(q, kept, scale, precision)
 
     def listed_row(_, row):
       q, ids, counts = row
       entries = _entries(ids, counts, selection, sizes.key, shape)
-      out, lse = _softmax(
-        q, _gather(keys, entries), _gather(values, entries), entries.bias, scale, precision
-      )
-      return None, (out, lse)
+      kept = _gather(keys, entries), _gather(values, entries), entries.bias
+      return None, _softmax(q, kept, scale, precision)
 
-    _, dense_parts = lax.scan(dense_row, None, _dense_rows(q, dense, shape))
-    _, listed_parts = lax.scan(
-      listed_row, None, (_listed_rows(q, dense, shape), *_lists(selection, dense, shape))
-    )
-    out, lse = (_join(d, r, shape) for d, r in zip(dense_parts, listed_parts, strict=True))
+    _, (out, lse) = _walk(dense_row, listed_row, None, (q,), selection, shape)
     lse = lse[..., 0]
     valid = jnp.arange(shape.tile_size) < jnp.moveaxis(sizes.query, 1, 0)[:, :, None, None]
     out = jnp.where(valid[..., None], out, 0)
@@ -82,7 +75,6 @@ class Xla:
     dtype = accumulator(query.dtype)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
-    dense = _num_dense_rows(selection)
     # A row without keys, or a padded one, has lse -inf: no weight, whatever its cotangent holds.
     no_keys = lse == -jnp.inf
     d_out = jnp.where(jnp.moveaxis(no_keys, 1, 2)[..., None], 0, d_out)
@@ -109,12 +101,8 @@ class Xla:
       (shape.batch, shape.kv_heads, shape.key_tiles, shape.tile_size, shape.head_dim), dtype
     )
     carry = (vary_over(zeros, varying_axes(q, keys, values, selection.indices)),) * 2
-    carry, dense_part = lax.scan(
-      dense_row, carry, tuple(_dense_rows(x, dense, shape) for x in rows)
-    )
-    listed = (*(_listed_rows(x, dense, shape) for x in rows), *_lists(selection, dense, shape))
-    carry, listed_part = lax.scan(listed_row, carry, listed)
-    d_query = _untile(_join(dense_part, listed_part, shape), shape).astype(query.dtype)
+    carry, d_rows = _walk(dense_row, listed_row, carry, rows, selection, shape)
+    d_query = _untile(d_rows, shape).astype(query.dtype)
     d_key, d_value = (
       jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(key.shape).astype(like.dtype)
       for x, like in zip(carry, (key, value), strict=True)
@@ -149,8 +137,9 @@ class _Shape(NamedTuple):
 # -inf where there is no key, else log2 of how often it counts.
 
 
-def _softmax(q, k, v, bias, scale, precision):
+def _softmax(q, kept, scale, precision):
   """(out, lse), both in the accumulator dtype, lse [B, K, rows, 1] base 2; no keys: 0, -inf."""
+  k, v, bias = kept
   logits = _logits(q, k, bias, scale, precision)
   top = logits.max(-1, keepdims=True, initial=-jnp.inf)
   top = jnp.where(top == -jnp.inf, 0, top)
@@ -186,7 +175,51 @@ def _dot(subscripts, a, b, precision):
   )
 
 
-# Query side: [Jq, B, N, M, H], cut in dense rows [D, B, K, G*M, H] and listed rows [R*G, B, K, M, H].
+def _walk(dense_row, listed_row, carry, rows, selection: TileSelection, shape: _Shape):
+  """Scans dense rows, then listed rows, of arrays [Jq, B, N, M, last].
+
+  dense_row sees the rows of all query heads of a kv head at once, [B, K, G*M, last]; listed_row those of
+  one query head of each, [B, K, M, last], and after them its ids [B, K, W] and counts [B, K].
+
+  Returns:
+    The last carry, and what the steps made, joined as [Jq, B, N, M, last].
+  """
+  batch, heads, kv_heads, groups, size = (
+    shape.batch,
+    shape.heads,
+    shape.kv_heads,
+    shape.groups,
+    shape.tile_size,
+  )
+  everything = selection.num_prefix_tiles == selection.num_key_tiles
+  dense = selection.num_query_tiles if everything else selection.num_dense_rows
+  listed = shape.query_tiles - dense
+
+  def by_group(x):  # [R, B, N, ...] -> [R*G, B, K, ...]
+    x = jnp.moveaxis(x.reshape(listed, batch, kv_heads, groups, *x.shape[3:]), 3, 1)
+    return x.reshape(listed * groups, batch, kv_heads, *x.shape[4:])
+
+  def join_dense(x):
+    return x.reshape(dense, batch, heads, size, x.shape[-1])
+
+  def join_listed(x):
+    x = jnp.moveaxis(x.reshape(listed, groups, batch, kv_heads, size, x.shape[-1]), 1, 3)
+    return x.reshape(listed, batch, heads, size, x.shape[-1])
+
+  parts = []
+  if dense:
+    stacked = [x[:dense].reshape(dense, batch, kv_heads, groups * size, x.shape[-1]) for x in rows]
+    carry, part = lax.scan(dense_row, carry, tuple(stacked))
+    parts.append(jax.tree.map(join_dense, part))
+  if listed:
+    lists = (jnp.moveaxis(x, 2, 0) for x in (selection.indices, selection.counts))
+    stacked = [by_group(x) for x in (*(x[dense:] for x in rows), *lists)]
+    carry, part = lax.scan(listed_row, carry, tuple(stacked))
+    parts.append(jax.tree.map(join_listed, part))
+  return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+# Query side: [Jq, B, N, M, H].
 
 
 def _query_tiles(x: jax.Array, sizes: jax.Array | None, shape: _Shape) -> jax.Array:
@@ -205,33 +238,6 @@ def _rows_to_tokens(x: jax.Array) -> jax.Array:
   """[Jq, B, N, M] -> [B, N, Jq*M]."""
   tiles, batch, heads, size = x.shape
   return jnp.moveaxis(x, 0, 2).reshape(batch, heads, tiles * size)
-
-
-def _dense_rows(x: jax.Array, dense: int, shape: _Shape) -> jax.Array:
-  return x[:dense].reshape(
-    dense, shape.batch, shape.kv_heads, shape.groups * shape.tile_size, x.shape[-1]
-  )
-
-
-def _listed_rows(x: jax.Array, dense: int, shape: _Shape) -> jax.Array:
-  return _by_group(x[dense:], shape)
-
-
-def _by_group(x: jax.Array, shape: _Shape) -> jax.Array:
-  """[R, B, N, ...] -> [R*G, B, K, ...]."""
-  rows, batch, _, *rest = x.shape
-  x = jnp.moveaxis(x.reshape(rows, batch, shape.kv_heads, shape.groups, *rest), 3, 1)
-  return x.reshape(rows * shape.groups, batch, shape.kv_heads, *rest)
-
-
-def _join(dense: jax.Array, listed: jax.Array, shape: _Shape) -> jax.Array:
-  """Rows of both kinds -> [Jq, B, N, M, last]."""
-  last = dense.shape[-1]
-  dense = dense.reshape(dense.shape[0], shape.batch, shape.heads, shape.tile_size, last)
-  rows = shape.query_tiles - dense.shape[0]
-  listed = listed.reshape(rows, shape.groups, shape.batch, shape.kv_heads, shape.tile_size, last)
-  listed = jnp.moveaxis(listed, 1, 3).reshape(rows, shape.batch, shape.heads, shape.tile_size, last)
-  return jnp.concatenate([dense, listed])
 
 
 def _untile(x: jax.Array, shape: _Shape) -> jax.Array:
@@ -264,19 +270,6 @@ def _valid(sizes: jax.Array, shape: _Shape) -> jax.Array:
 
 
 # Lists.
-
-
-def _num_dense_rows(selection: TileSelection) -> int:
-  """How many leading query tiles keep every key tile."""
-  everything = selection.num_prefix_tiles == selection.num_key_tiles
-  return selection.num_query_tiles if everything else selection.num_dense_rows
-
-
-def _lists(selection: TileSelection, dense: int, shape: _Shape) -> tuple[jax.Array, jax.Array]:
-  """ids [R*G, B, K, W] and counts [R*G, B, K], one step each."""
-  first = dense - selection.num_dense_rows
-  ids, counts = selection.indices[:, :, first:], selection.counts[:, :, first:]
-  return _by_group(jnp.moveaxis(ids, 2, 0), shape), _by_group(jnp.moveaxis(counts, 2, 0), shape)
 
 
 class _Entries(NamedTuple):

@@ -1,0 +1,13 @@
+"""Eight fake CPU devices for every test, set before JAX starts; one Hypothesis profile."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+from hypothesis import settings
+
+settings.register_profile("vsa_jax", deadline=None, max_examples=30, derandomize=True)
+settings.load_profile("vsa_jax")

@@ -1,0 +1,209 @@
+"""`python -m vsa_jax bench`: what the op costs beside dense attention, on this device.
+
+All candidates of a shape run in one process, round after round in turn, so that clocks and neighbours
+hit them alike.  Times are wall clock around a finished call; medians and quartiles over the rounds.
+The ratio is per token pair: (time / pairs computed) over dense attention's (time / all pairs) in the
+same run; 1 means that a kept pair costs what a dense pair costs.  What is timed is checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vsa_jax.attention import video_sparse_attention
+from vsa_jax.block_sparse.api import block_sparse_attention
+from vsa_jax.layout import TileLayout
+from vsa_jax.routing import pool_tiles, routing_scores, select_tiles
+from vsa_jax.tiling import tile_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """One problem to time."""
+
+  segments: tuple[Any, ...]
+  tile: tuple[int, int, int]
+  sparsity: float
+  heads: int
+  head_dim: int
+  dtype: str
+
+
+SHAPES = {
+  # For CPUs.
+  "small-64": Shape(((8, 16, 16),), (4, 4, 4), 0.75, 2, 64, "float32"),
+  "small-128": Shape(((8, 16, 16),), (4, 4, 4), 0.75, 2, 128, "float32"),
+  "medium-64": Shape(((8, 32, 32),), (4, 4, 4), 0.875, 2, 64, "float32"),
+  "medium-128": Shape(((8, 32, 32),), (4, 4, 4), 0.875, 2, 128, "float32"),
+  "prefix": Shape((150, (8, 16, 16)), (4, 4, 4), 0.75, 2, 128, "float32"),
+  # Spec 1.8, for GPUs.
+  "wan-480p": Shape(((21, 30, 52),), (4, 4, 4), 0.9, 12, 128, "bfloat16"),
+  "wan-720p": Shape(((21, 45, 80),), (4, 4, 4), 0.9, 12, 128, "bfloat16"),
+  "paper": Shape(((16, 32, 32),), (4, 4, 4), 0.875, 12, 64, "bfloat16"),
+}
+_DEFAULT = {"cpu": ("small-64", "small-128", "medium-128", "prefix")}
+
+
+def main(argv: list[str]) -> None:
+  """Runs the command line."""
+  parser = argparse.ArgumentParser(
+    prog="python -m vsa_jax bench", description=__doc__.split("\n\n")[0]
+  )
+  parser.add_argument(
+    "shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: those for this device"
+  )
+  parser.add_argument("--implementation", default=None, help="default: what None chooses")
+  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
+  options = parser.parse_args(argv)
+  platform = jax.devices()[0].platform
+  names = options.shapes or _DEFAULT.get(platform, ("paper", "wan-480p"))
+  unknown = [name for name in names if name not in SHAPES]
+  if unknown or options.rounds < 1:
+    parser.error(
+      f"shapes: got {unknown}, want some of {list(SHAPES)}"
+      if unknown
+      else "--rounds: want at least 1"
+    )
+  about = {
+    "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    "commit": _commit(),
+    "jax": jax.__version__,
+    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+  }
+  print("  ".join(f"{k} {v}" for k, v in about.items()))
+  rows = [row for name in names for row in bench(name, options.implementation, options.rounds)]
+  if options.json:
+    options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
+  """Times one shape and prints its rows."""
+  shape = SHAPES[name]
+  layout = TileLayout(shape.segments, shape.tile)
+  length, batch = layout.num_tokens, 1
+  rng = np.random.default_rng(0)
+  size = (batch, length, shape.heads, shape.head_dim)
+  query, key, value, d_out = (jnp.asarray(rng.standard_normal(size), shape.dtype) for _ in range(4))
+
+  tile = jax.jit(lambda *arrays: tuple(tile_tokens(x, layout) for x in arrays))
+  tiled = tile(query, key, value, d_out)
+
+  @jax.jit
+  def route(query, key):
+    scores = routing_scores(pool_tiles(query, layout), pool_tiles(key, layout))
+    return select_tiles(scores, layout, sparsity=shape.sparsity)
+
+  selection = route(*tiled[:2])
+
+  def sparse(query, key, value):
+    sizes = layout.tile_sizes
+    return block_sparse_attention(
+      query, key, value, selection, tile_sizes=sizes, implementation=implementation
+    )
+
+  def whole(query, key, value):
+    return video_sparse_attention(
+      query, key, value, layout, sparsity=shape.sparsity, implementation=implementation
+    )
+
+  dense = jax.nn.dot_product_attention
+  _check(whole, dense, layout, query, key, value, selection, shape)
+
+  kept = float(np.asarray(selection.to_mask()).mean()) * layout.padded_length**2
+  parts: dict[str, tuple[Callable, tuple, float]] = {
+    "dense fwd": (jax.jit(dense), (query, key, value), length**2),
+    "dense fwd+bwd": (_with_gradient(dense), (query, key, value, d_out), length**2),
+    "sparse fwd": (jax.jit(sparse), tiled[:3], kept),
+    "sparse fwd+bwd": (_with_gradient(sparse), tiled, kept),
+    "whole op fwd": (jax.jit(whole), (query, key, value), kept),
+    "whole op fwd+bwd": (_with_gradient(whole), (query, key, value, d_out), kept),
+    "route": (route, tiled[:2], 0),
+    "tile q, k, v": (tile, (query, key, value), 0),
+  }
+  times = _in_turn({part: (f, args) for part, (f, args, _) in parts.items()}, rounds)
+  print(
+    f"\n{name}: {layout.num_tokens} tokens, {layout.num_tiles} tiles of {layout.tile_size},"
+    f" {shape.heads} heads of {shape.head_dim}, {shape.dtype}, {kept / layout.padded_length**2:.1%} of pairs kept"
+  )
+  rows = []
+  for part, (_, _, pairs) in parts.items():
+    low, median, high = np.percentile(times[part], (25, 50, 75))
+    row = {"shape": name, "part": part, "ms": median, "quartiles_ms": [low, high]}
+    base = part.split("fwd")[-1] if "fwd" in part else None
+    text = f"  {part:<18} {median:9.2f} ms  [{low:.2f}, {high:.2f}]"
+    if base is not None and not part.startswith("dense"):
+      dense_ms = float(np.median(times[f"dense fwd{base}"]))
+      row["ratio_per_pair"] = (median / pairs) / (dense_ms / length**2)
+      row["speedup"] = dense_ms / median
+      text += (
+        f"   {row['ratio_per_pair']:.2f} x dense per pair, {row['speedup']:.2f} x faster than dense"
+      )
+    print(text)
+    rows.append(row)
+  return rows
+
+
+def _with_gradient(function: Callable) -> Callable:
+  def both(query, key, value, d_out):
+    out, vjp = jax.vjp(function, query, key, value)
+    return out, vjp(d_out)
+
+  return jax.jit(both)
+
+
+def _check(
+  whole: Callable, dense: Callable, layout, query, key, value, selection, shape: Shape
+) -> None:
+  """The timed op against dense attention under the same mask, on a sample of query tokens."""
+  tokens = np.linspace(0, layout.num_tokens - 1, 64).astype(int)
+  tile_of = layout.slots // layout.tile_size
+  mask = np.asarray(selection.to_mask())[:, :, tile_of[tokens]][..., tile_of]
+  want = dense(query[:, tokens], key, value, mask=jnp.asarray(mask))
+  got = jax.jit(whole)(query, key, value)[:, tokens]
+  error = float(jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max())
+  allowed = 0.03 if shape.dtype == "bfloat16" else 1e-4
+  if not error < allowed:
+    raise AssertionError(f"numerics: {shape}: largest error {error}, allowed {allowed}")
+
+
+def _in_turn(calls: dict[str, tuple[Callable, tuple]], rounds: int) -> dict[str, np.ndarray]:
+  """Milliseconds of each call, one after the other in every round."""
+  for function, args in calls.values():
+    jax.block_until_ready(function(*args))
+  times: dict[str, list[float]] = {name: [] for name in calls}
+  for _ in range(rounds):
+    for name, (function, args) in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(function(*args))
+      times[name].append(1e3 * (time.perf_counter() - start))
+  return {name: np.array(t) for name, t in times.items()}
+
+
+def _commit() -> str:
+  """The commit of a source checkout, marked when it has changes; "release" elsewhere."""
+  here = pathlib.Path(__file__).parent
+  try:
+    name = subprocess.run(
+      ["git", "describe", "--always", "--dirty"],
+      cwd=here,
+      capture_output=True,
+      text=True,
+      check=True,
+      timeout=10,
+    ).stdout.strip()
+  except (OSError, subprocess.SubprocessError):
+    return "release"
+  return name
