@@ -1,5 +1,7 @@
 """Video Sparse Attention for JAX: tiles, routing and block-sparse attention for video diffusion transformers."""
 
+from vsa_jax import checkpoints as checkpoints
+from vsa_jax import linen as linen
 from vsa_jax.attention import Aux as Aux
 from vsa_jax.attention import explain as explain
 from vsa_jax.attention import video_sparse_attention as video_sparse_attention

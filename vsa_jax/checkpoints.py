@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 from flax import nnx
 
 from vsa_jax.nnx import VSAAttention
@@ -24,7 +24,7 @@ def save(path: str | os.PathLike, model: nnx.Module) -> None:
     path: a new directory.
     model: a VSAAttention, or any module that holds some.
   """
-  folder = epath.Path(path).resolve()
+  folder = pathlib.Path(path).resolve()
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "params", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
   (folder / _CONFIG_FILE).write_text(json.dumps(_configs(model), indent=1))
@@ -45,7 +45,7 @@ def restore(
     ValueError: the tile or another entry of a config differs, or parameters are missing, surplus or of
       another shape; the message lists them.
   """
-  folder = epath.Path(path).resolve()
+  folder = pathlib.Path(path).resolve()
   saved = json.loads((folder / _CONFIG_FILE).read_text())
   check_configs(saved, _configs(model), zero_missing_gates=zero_missing_gates)
   with ocp.StandardCheckpointer() as checkpointer:

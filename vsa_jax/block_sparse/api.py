@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, Sizes, accumulator
 from vsa_jax.block_sparse.choice import choose
+from vsa_jax.block_sparse.forward_mode import reverse_mode_only
 from vsa_jax.routing import check_heads, static_scale, tile_sizes_of
 from vsa_jax.selection import TileSelection, check_selection
 from vsa_jax.sharding import (
@@ -261,6 +262,7 @@ def attend_local(
       query, key, value, selection, sizes, scale=scale, precision=precision
     )
     return out, _natural(lse)
+  query, key, value = (reverse_mode_only(x) for x in (query, key, value))
   return _attend(static, query, key, value, selection, sizes)
 
 

@@ -79,6 +79,10 @@ def reason_against(item: Any, problem: Problem) -> str | None:
         f"implementation: got {item!r}, want one of {[*IMPLEMENTATIONS, *_ABSENT]}, an object or None"
       )
     item = IMPLEMENTATIONS[item]
+  try:
+    hash(item)
+  except TypeError:
+    raise ValueError(f"implementation: got {item!r}, which has no hash, want a hashable object") from None
   missing = [
     name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)
   ]
@@ -92,10 +96,8 @@ def reason_against(item: Any, problem: Problem) -> str | None:
 
 def survey(problem: Problem) -> dict[str, str | None]:
   """Every name, with the reason why it cannot run a call (None: it can)."""
-  return {
-    name: reason_against(name, problem)
-    for name in [*_AUTOMATIC, *(IMPLEMENTATIONS.keys() - set(_AUTOMATIC)), *_ABSENT]
-  }
+  names = dict.fromkeys([*_AUTOMATIC, *IMPLEMENTATIONS, *_ABSENT])
+  return {name: reason_against(name, problem) for name in names}
 
 
 def _name(item: Any) -> Any:
