@@ -156,14 +156,13 @@ def test_reference_has_forward_mode_and_hessian():
 
 def test_forward_mode_elsewhere_names_what_has_it():
   arrays = make()
-  with pytest.raises(TypeError, match=r"implementation='reference' has it"):
+  with pytest.raises(TypeError, match="implementation='reference'"):
     jax.jvp(lambda q: loss({**arrays, "query": q}), (arrays["query"],), (arrays["query"],))
   inputs = make_inputs(Case("plain"), 4, 8, jnp.float32)
   attend_tiled = lambda q: block_sparse_attention(q, inputs.key, inputs.value, inputs.selection)
-  with pytest.raises(TypeError, match=r"implementation='reference' has it"):
+  with pytest.raises(TypeError, match="implementation='reference'"):
     jax.jvp(attend_tiled, (inputs.query,), (inputs.query,))
-  # Under jit JAX finds out after our code has returned, and says it in its own words.
-  with pytest.raises(TypeError, match="forward-mode"):
+  with pytest.raises(TypeError, match="implementation='reference'"):
     jax.jvp(jax.jit(attend_tiled), (inputs.query,), (inputs.query,))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv, naming_forward_mode
+from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv
 from vsa_jax.block_sparse.base import Implementation, Problem, Sizes, accumulator
 from vsa_jax.block_sparse.choice import choose, survey
 from vsa_jax.layout import TileLayout
@@ -119,8 +119,7 @@ def video_sparse_attention(
   run = functools.partial(_attention, options)
   if placement is not None:
     run = _on_shards(run, options, placement, operands)
-  with naming_forward_mode(options.implementation):
-    out, aux = run(operands)
+  out, aux = run(operands)
   return (out, aux) if return_aux else out
 
 

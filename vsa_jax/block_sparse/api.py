@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,8 +101,7 @@ def block_sparse_attention(
   if placement is not None:
     check_key_placement(placement, query, key, value)
     attend = _on_shards(attend, placement, query, key, selection)
-  with naming_forward_mode(static[0]):
-    out, lse = attend(query, key, value, selection, Sizes(query_sizes, key_sizes))
+  out, lse = attend(query, key, value, selection, Sizes(query_sizes, key_sizes))
   return (out, lse) if return_lse else out
 
 
@@ -226,20 +224,6 @@ def _on_shards(
 def _names(selection: TileSelection) -> TileSelection:
   leaves = ["selection.indices", "selection.counts"]
   return jax.tree.unflatten(jax.tree.structure(selection), leaves)
-
-
-@contextlib.contextmanager
-def naming_forward_mode(implementation: Implementation) -> Iterator[None]:
-  """Adds to JAX's refusal of forward mode what does have it."""
-  try:
-    yield
-  except TypeError as error:
-    if "forward-mode" not in str(error):
-      raise
-    raise TypeError(
-      f"implementation {implementation.name!r} has no forward mode (jvp, hessian): it is differentiated by a"
-      " rule of its own; implementation='reference' has it"
-    ) from error
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -82,7 +82,9 @@ def reason_against(item: Any, problem: Problem) -> str | None:
   try:
     hash(item)
   except TypeError:
-    raise ValueError(f"implementation: got {item!r}, which has no hash, want a hashable object") from None
+    raise ValueError(
+      f"implementation: got {item!r}, which has no hash, want a hashable object"
+    ) from None
   missing = [
     name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)
   ]

@@ -1,0 +1,64 @@
+"""How the tests of this folder make inputs and run things."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vsa_jax import TileSelection, tile_tokens, untile_tokens
+
+# One program each, where op by op would compile a dozen.
+tile = jax.jit(tile_tokens)
+untile = jax.jit(untile_tokens)
+to_mask = jax.jit(TileSelection.to_mask)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+  """Random numbers, the same on every run."""
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def qkv(seed, batch, tokens, heads, dim, *, kv_heads=None, dtype=jnp.float32):
+  """Random query, key and value."""
+  shape = (batch, tokens, heads if kv_heads is None else kv_heads, dim)
+  return (
+    normal(seed, batch, tokens, heads, dim, dtype=dtype),
+    normal(seed + 1, *shape, dtype=dtype),
+    normal(seed + 2, *shape, dtype=dtype),
+  )
+
+
+def column(*values, heads=1, dtype=jnp.float32):
+  """One token per value: [1, L, heads, 1]."""
+  x = jnp.asarray(values, dtype)[None, :, None, None]
+  return jnp.broadcast_to(x, (1, len(values), heads, 1))
+
+
+def with_gradients(attend, cotangent, *operands):
+  """(results, gradients) of attend(*operands), in one jitted program."""
+
+  @jax.jit
+  def both(cotangent, *operands):
+    results, vjp = jax.vjp(attend, *operands)
+    return results, vjp(cotangent)
+
+  return both(cotangent, *operands)
+
+
+def relative(got, want):
+  """|got - want| / |want|, in the 2-norm."""
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def equations(jaxpr):
+  """All equations of a jaxpr, those inside others included."""
+  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+  for equation in jaxpr.eqns:
+    yield equation
+    for parameter in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_jaxpr):
+      if _is_jaxpr(parameter):
+        yield from equations(parameter)
+
+
+def _is_jaxpr(x):
+  return hasattr(getattr(x, "jaxpr", x), "eqns")

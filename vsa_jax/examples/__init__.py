@@ -1,0 +1,1 @@
+"""Models to copy into a project; they use only public names of vsa_jax, JAX and Flax."""
