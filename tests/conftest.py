@@ -4,7 +4,10 @@ import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+  os.environ.get("XLA_FLAGS", "")
+  + " --xla_force_host_platform_device_count=8"
+  # A third less compile time, which is most of a run; XLA's own passes are not affected.
+  + " --xla_backend_optimization_level=0"
 )
 
 from hypothesis import settings

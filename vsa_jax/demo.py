@@ -218,7 +218,9 @@ def read_clip(path: str | None, length: int, size: int) -> Clip:
         raise ValueError(f"clip: got {str(file)!r}, want a video; it has no video stream")
       frames = list(_small_frames(container, size))
   except av.FFmpegError as error:
-    raise ValueError(f"clip: got {str(file)!r}, want a video; cannot decode it ({error})") from None
+    raise ValueError(
+      f"clip: got {str(file)!r}, want a video; cannot decode it ({error.strerror})"
+    ) from None
   if len(frames) < 4 * length:
     raise ValueError(
       f"clip: got {len(frames)} frames in {str(file)!r}, want at least {4 * length}: windows of {length} to train"
@@ -699,7 +701,7 @@ def _draw_training(arrays: dict[str, Any], report: dict[str, Any]) -> Any:
   for name, values in arrays["losses"].items():
     steps = len(first) + np.arange(len(values))
     losses.plot(steps, _smooth(values), color=_COLOURS[name], label=name)
-  losses.set(xlabel="step", ylabel="training loss (running mean)", title="Loss")
+  losses.set(xlabel="step", ylabel="training loss, running mean", yscale="log", title="Loss")
   losses.legend(frameon=False, fontsize=8)
 
   names = list(report["variants"])

@@ -10,12 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from vsa_jax.block_sparse.api import attention_config
-from vsa_jax.block_sparse.base import Problem, Sizes, accumulator, valid_slots
-from vsa_jax.routing import tile_sizes_of
+from vsa_jax.block_sparse.api import attention_config, sizes_of
+from vsa_jax.block_sparse.base import Sizes, accumulator, valid_slots
 from vsa_jax.selection import TileSelection
 
 
@@ -51,26 +49,8 @@ def coverage(
     ValueError: a wrong argument, named.
   """
   config = attention_config(query, key, key, selection, scale, None)
-  sizes = _sizes(config.problem, tile_sizes, query_tile_sizes)
+  sizes = sizes_of(config.problem, tile_sizes, query_tile_sizes)
   return _coverage(config.scale, query, key, selection, sizes)
-
-
-def _sizes(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
-  """Valid slots of query and key tiles, with the defaults of `block_sparse_attention`."""
-  if query_tile_sizes is None and problem.query_tiles == problem.key_tiles:
-    query_tile_sizes = tile_sizes
-  named = {
-    "query_tile_sizes": (query_tile_sizes, problem.query_tiles),
-    "tile_sizes": (tile_sizes, problem.key_tiles),
-  }
-  return Sizes(
-    *(
-      tile_sizes_of(
-        name, sizes, problem.batch, tiles, problem.tile_size, np.full(tiles, problem.tile_size)
-      )
-      for name, (sizes, tiles) in named.items()
-    )
-  )
 
 
 @functools.partial(jax.jit, static_argnums=0)

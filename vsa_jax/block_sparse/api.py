@@ -70,27 +70,7 @@ def block_sparse_attention(
   """
   config = attention_config(query, key, value, selection, scale, precision)
   problem = config.problem
-  key_sizes = tile_sizes_of(
-    "tile_sizes",
-    tile_sizes,
-    problem.batch,
-    problem.key_tiles,
-    problem.tile_size,
-    _full(problem, problem.key_tiles),
-  )
-  if (
-    query_tile_sizes is None and tile_sizes is not None and problem.query_tiles == problem.key_tiles
-  ):
-    query_sizes = key_sizes
-  else:
-    query_sizes = tile_sizes_of(
-      "query_tile_sizes",
-      query_tile_sizes,
-      problem.batch,
-      problem.query_tiles,
-      problem.tile_size,
-      _full(problem, problem.query_tiles),
-    )
+  sizes = sizes_of(problem, tile_sizes, query_tile_sizes)
   placement = placement_of(query, sharding)
   static = (
     choose(implementation, problem, placed=placement is not None),
@@ -101,7 +81,7 @@ def block_sparse_attention(
   if placement is not None:
     check_key_placement(placement, query, key, value)
     attend = _on_shards(attend, placement, query, key, selection)
-  out, lse = attend(query, key, value, selection, Sizes(query_sizes, key_sizes))
+  out, lse = attend(query, key, value, selection, sizes)
   return (out, lse) if return_lse else out
 
 
@@ -198,8 +178,17 @@ def _tile_size(query: jax.Array, key: jax.Array, query_tiles: int, key_tiles: in
   return tile_size
 
 
-def _full(problem: Problem, tiles: int) -> np.ndarray:
-  return np.full(tiles, problem.tile_size, np.int32)
+def sizes_of(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
+  """Checked valid slots of query and key tiles; the defaults are `block_sparse_attention`'s."""
+  if query_tile_sizes is None and problem.query_tiles == problem.key_tiles:
+    query_tile_sizes = tile_sizes
+
+  def checked(name: str, sizes: Any, tiles: int) -> jax.Array:
+    full = np.full(tiles, problem.tile_size, np.int32)
+    return tile_sizes_of(name, sizes, problem.batch, tiles, problem.tile_size, full)
+
+  key = checked("tile_sizes", tile_sizes, problem.key_tiles)
+  return Sizes(checked("query_tile_sizes", query_tile_sizes, problem.query_tiles), key)
 
 
 def _on_shards(
