@@ -9,6 +9,10 @@ os.environ["XLA_FLAGS"] = (
   # A third less compile time, which is most of a run; XLA's own passes are not affected.
   + " --xla_backend_optimization_level=0"
 )
+if (
+  os.environ["JAX_PLATFORMS"] != "cpu"
+):  # a GPU's default is TF32, far from the float32 that tests compare
+  os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 from hypothesis import settings
 

@@ -26,15 +26,6 @@ VIDEO = (2, 4, 12, 20, 3)  # 4 x 3 x 5 tokens: ragged
 TIME = jnp.array([0.3, 0.8])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """Here XLA's optimisations would cost more than they save."""
-  before = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", before)
-
-
 def build(**options):
   """A model with no zero weights left, so that nothing is switched off."""
   model = VideoDiT(**(SMALL | options), rngs=nnx.Rngs(0))
