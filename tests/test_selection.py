@@ -75,15 +75,6 @@ def test_from_mask_round_trip(seed, density):
   np.testing.assert_array_equal(traced.to_mask(), mask)
 
 
-def test_from_mask_width():
-  mask = np.zeros((1, 1, 2, 3), bool)
-  mask[..., 1:] = True
-  assert TileSelection.from_mask(mask, width=5).indices.shape == (1, 1, 2, 5)
-  np.testing.assert_array_equal(TileSelection.from_mask(mask, width=5).to_mask(), mask)
-  with pytest.raises(ValueError, match="width: got 1, want at least 2"):
-    TileSelection.from_mask(mask, width=1)
-
-
 @pytest.mark.parametrize("mask", [np.ones((1, 2, 3), bool), np.ones((1, 1, 2, 2), int), True, None])
 def test_from_mask_wants_a_block_mask(mask):
   with pytest.raises(ValueError, match=r"mask: got .* want bool \[B, N, Jq, Jk\]"):
@@ -153,3 +144,11 @@ def test_wrong_tables_are_named(selection, message):
 
 def test_junk_past_the_counts_is_fine():
   attend(table(FOUR + 99, 0 * ONES))
+
+
+def test_conversions_refuse_a_bad_table():
+  for ids, counts in (([[[[7]]]], [[[1]]]), ([[[[0]]]], [[[2]]])):
+    bad = TileSelection(np.array(ids), np.array(counts), num_key_tiles=2)
+    for convert in (bad.to_mask, bad.to_q2k, bad.transposed):
+      with pytest.raises(ValueError, match=r"selection\.(indices|counts)\[0, 0, 0"):
+        convert()

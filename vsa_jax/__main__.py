@@ -8,8 +8,8 @@ import importlib.metadata
 import platform
 import sys
 
-# Each is a module with a main(argv) -> exit status, imported only when asked for: the demo and the bench
-# need packages that the library does not.
+# Each is a module with a main(argv), imported only when asked for: the demo needs packages that the
+# library does not.
 _COMMANDS = {
   "demo": (
     "vsa_jax.demo",
@@ -44,13 +44,14 @@ def main(argv: list[str] | None = None) -> int:
   module, _ = _COMMANDS[command]
   run = info if command == "info" else importlib.import_module(module).main
   try:
-    return run(argv[1:]) or 0
+    run(argv[1:])
+    return 0
   except (ValueError, NotImplementedError) as error:
     print(f"python -m vsa_jax {command}: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 
-def info(argv: list[str]) -> int:
+def info(argv: list[str]) -> None:
   """Prints versions, devices and implementations."""
   parser = argparse.ArgumentParser(prog="python -m vsa_jax info", description=_COMMANDS["info"][1])
   parser.parse_args(argv)
@@ -68,7 +69,6 @@ def info(argv: list[str]) -> int:
   x = jax.ShapeDtypeStruct((1, layout.num_tokens, 12, 128), jnp.bfloat16)
   print("\nOn bfloat16, 12 heads of 128, 77 text tokens and a video of 16 x 28 x 52 tokens:")
   print(vsa_jax.explain(x, x, x, layout, sparsity=0.9))
-  return 0
 
 
 def _version(package: str) -> str:

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from vsa_jax.block_sparse.api import attend_local, check_precision, check_qkv
-from vsa_jax.block_sparse.base import Implementation, Problem, Sizes, accumulator
-from vsa_jax.block_sparse.choice import choose, survey
-from vsa_jax.layout import TileLayout
-from vsa_jax.routing import (
-  Plan,
-  everything,
-  pool_tiles,
-  routing_scores,
+from vsa_jax.arguments import (
+  accumulator,
+  check_broadcasts,
+  check_precision,
+  check_qkv,
+  check_tokens,
   static_scale,
   tile_sizes_of,
+  valid_slots,
 )
+from vsa_jax.block_sparse.api import Static, attend_local
+from vsa_jax.block_sparse.base import Implementation, Problem, Sizes
+from vsa_jax.block_sparse.choice import choose, survey
+from vsa_jax.layout import TileLayout
+from vsa_jax.routing import Plan, pool_tiles, routing_scores
 from vsa_jax.selection import TileSelection
-from vsa_jax.sharding import Placement, check_key_placement, check_placement, placement_of
-from vsa_jax.tiling import check_tokens, tile_tokens, untile_tokens
+from vsa_jax.sharding import (
+  Placement,
+  check_key_placement,
+  check_placement,
+  has_auto_axes,
+  placement_of,
+  shard_map,
+)
+from vsa_jax.tiling import tile_tokens, untile_tokens
 
-# Scores beyond this are made, ranked and averaged in blocks of rows.
+# Scores beyond this are made, ranked and averaged in blocks of rows.  An axis added by vmap is not counted.
 MAX_SCORE_BYTES = 256 * 2**20
 
 
@@ -97,28 +105,27 @@ def video_sparse_attention(
     ValueError: a wrong argument; the message names it, what it got, what it wants.
     NotImplementedError: an implementation asked for by name cannot run this here.
   """
-  options, operands = _prepare(
+  options, problem, operands = _prepare(
     query,
     key,
     value,
     layout,
-    sparsity,
-    topk,
-    budget,
-    gate,
-    tiled,
-    prefix,
-    tile_sizes,
-    scale,
-    precision,
+    sparsity=sparsity,
+    topk=topk,
+    budget=budget,
+    gate=gate,
+    tiled=tiled,
+    prefix=prefix,
+    tile_sizes=tile_sizes,
+    scale=scale,
+    precision=precision,
   )
   placement = placement_of(query, sharding)
-  options = dataclasses.replace(
-    options, implementation=choose(implementation, options.problem, placed=placement is not None)
-  )
-  run = functools.partial(_attention, options)
+  partitioned = placement is None and has_auto_axes(query)
+  chosen = choose(implementation, problem, partitioned=partitioned)
+  run = functools.partial(_attention, dataclasses.replace(options, implementation=chosen))
   if placement is not None:
-    run = _on_shards(run, options, placement, operands)
+    run = _on_shards(run, placement, operands)
   out, aux = run(operands)
   return (out, aux) if return_aux else out
 
@@ -138,21 +145,12 @@ class _Operands(NamedTuple):
 class _Options:
   """The static side of a call."""
 
-  layout: TileLayout
-  sparsity: Any
-  topk: Any
-  prefix: str
-  has_budget: bool
+  plan: Plan
   tiled: bool
   ragged: bool  # whether any tile may have padding
   scale: float
   precision: Any
-  problem: Problem
   implementation: Any = None
-
-  @property
-  def plan(self) -> Plan:
-    return Plan(self.layout, self.sparsity, self.topk, self.prefix, has_budget=self.has_budget)
 
 
 def _prepare(
@@ -160,80 +158,43 @@ def _prepare(
   key,
   value,
   layout,
-  sparsity,
-  topk,
-  budget,
-  gate,
-  tiled,
-  prefix,
-  tile_sizes,
-  scale,
-  precision,
-) -> tuple[_Options, _Operands]:
+  *,
+  sparsity=None,
+  topk=None,
+  budget=None,
+  gate=None,
+  tiled=False,
+  prefix="exempt",
+  tile_sizes=None,
+  scale=None,
+  precision=None,
+) -> tuple[_Options, Problem, _Operands]:
   """Checks every argument."""
   check_qkv(query, key, value)
   for name, x in (("query", query), ("key", key), ("value", value)):
     check_tokens(x, name, layout, tiled=tiled)
   batch, _, heads, head_dim = query.shape
-  plan = Plan(layout, sparsity, topk, prefix, has_budget=budget is not None)
+  plan = Plan.of(layout, sparsity, topk, prefix, has_budget=budget is not None)
   if budget is not None:
     budget = plan.check_budget(budget, batch, heads)
   if gate is not None:
-    gate = _check_gate(gate, query)
-  ragged = layout.is_ragged or tile_sizes is not None
-  sizes = tile_sizes_of(
-    "tile_sizes", tile_sizes, batch, layout.num_tiles, layout.tile_size, layout.tile_sizes
-  )
+    gate = check_broadcasts("gate", gate, "f", "query's shape", query.shape)
+  tiles, size = layout.num_tiles, layout.tile_size
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, size, layout.tile_sizes)
   problem = Problem(
-    query.dtype,
-    batch,
-    heads,
-    key.shape[2],
-    head_dim,
-    layout.tile_size,
-    layout.num_tiles,
-    layout.num_tiles,
-    0 if plan.keeps_all else sum(plan.widths),
+    query.dtype, batch, heads, key.shape[2], head_dim, size, tiles, tiles, plan.width
   )
+  ragged = layout.is_ragged or tile_sizes is not None
   options = _Options(
-    layout,
-    _hashable(sparsity),
-    _hashable(topk),
-    prefix,
-    budget is not None,
-    bool(tiled),
-    ragged,
-    static_scale(scale, head_dim),
-    check_precision(precision),
-    problem,
+    plan, bool(tiled), ragged, static_scale(scale, head_dim), check_precision(precision)
   )
-  return options, _Operands(query, key, value, sizes, budget, gate)
-
-
-def _hashable(value: Any) -> Any:
-  return (
-    tuple(value) if isinstance(value, (Sequence, np.ndarray)) and np.ndim(value) == 1 else value
-  )
-
-
-def _check_gate(gate: Any, query: jax.Array) -> jax.Array:
-  shape = np.shape(gate)
-  dtype = getattr(gate, "dtype", None)
-  dtype = np.result_type(type(gate)) if dtype is None else dtype
-  fits = len(shape) <= 4 and all(
-    n in (1, m) for n, m in zip(shape[::-1], query.shape[::-1], strict=False)
-  )
-  if not jnp.issubdtype(dtype, jnp.floating) or not fits:
-    raise ValueError(
-      f"gate: got {dtype}{list(shape)}, want floating, broadcastable to query's shape {list(query.shape)}"
-    )
-  return jnp.asarray(gate).reshape((1,) * (4 - len(shape)) + shape)
+  return options, problem, _Operands(query, key, value, sizes, budget, gate)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attention(options: _Options, operands: _Operands) -> tuple[jax.Array, Aux]:
   """The op on one device (or one shard)."""
-  layout, sizes = options.layout, operands.tile_sizes
+  layout, sizes = options.plan.layout, operands.tile_sizes
   query, key, value = operands[:3]
   gate = operands.gate
   if not options.tiled:
@@ -244,7 +205,7 @@ def _attention(options: _Options, operands: _Operands) -> tuple[jax.Array, Aux]:
   selection, coarse = _route(
     options, query, key, value, sizes, operands.budget, with_coarse=gate is not None
   )
-  static = (options.implementation, options.scale, options.precision)
+  static = Static(options.implementation, options.scale, options.precision)
   out, lse = attend_local(static, query, key, value, selection, Sizes(sizes, sizes))
   if gate is not None:
     out = _combine(options, out, gate, coarse, sizes)
@@ -255,11 +216,11 @@ def _attention(options: _Options, operands: _Operands) -> tuple[jax.Array, Aux]:
 
 def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: bool):
   """(selection, coarse [B, N, J, H] or None)."""
-  layout, plan = options.layout, options.plan
+  plan, layout = options.plan, options.plan.layout
   batch, _, heads, _ = query.shape
   ranks = not plan.keeps_all
   if not ranks and not with_coarse:
-    return everything(layout, batch, heads), None
+    return plan.selection(batch, heads), None
   sizes_or_none = sizes if options.ragged else None
   pooled_query, pooled_key = (pool_tiles(x, layout, sizes_or_none) for x in (query, key))
   pooled_value = pool_tiles(value, layout, sizes_or_none) if with_coarse else None
@@ -276,10 +237,9 @@ def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: 
     lists, coarse = rows(pooled_query, budget)
   else:
     lists, coarse = _in_row_blocks(rows, block, pooled_query, budget)
-  if not ranks:
-    return everything(layout, batch, heads), coarse
-  indices, counts = (x[:, :, layout.num_prefix_tiles :] for x in lists)
-  return plan.selection(indices, counts), coarse
+  if ranks:
+    lists = tuple(x[:, :, layout.num_prefix_tiles :] for x in lists)
+  return plan.selection(batch, heads, lists), coarse
 
 
 def _in_row_blocks(rows: Any, block: int, pooled_query: jax.Array, budget: jax.Array | None) -> Any:
@@ -317,7 +277,7 @@ def _combine(
 ) -> jax.Array:
   """fine + gate * coarse, rounded once; all in tiled order."""
   batch, length, heads, head_dim = fine.shape
-  layout = options.layout
+  layout = options.plan.layout
   dtype = accumulator(fine.dtype)
   by_tile = (batch, layout.num_tiles, layout.tile_size, heads, head_dim)
   if gate.shape[1] == 1:
@@ -325,7 +285,7 @@ def _combine(
   else:
     gate = gate.reshape(gate.shape[0], layout.num_tiles, layout.tile_size, *gate.shape[2:])
   gate = jnp.broadcast_to(gate, by_tile).astype(dtype)
-  valid = (jnp.arange(layout.tile_size) < sizes[..., None])[..., None, None]
+  valid = valid_slots(sizes, layout.tile_size).reshape(*by_tile[:3], 1, 1)
   if options.ragged:
     gate = jnp.where(valid, gate, 0)  # before the product: its padding may hold NaN
   coarse = jnp.moveaxis(coarse, 1, 2)[:, :, None]
@@ -335,25 +295,26 @@ def _combine(
   return out.reshape(batch, length, heads, head_dim).astype(fine.dtype)
 
 
-def _on_shards(run: Any, options: _Options, placement: Placement, operands: _Operands) -> Any:
+def _on_shards(run: Any, placement: Placement, operands: _Operands) -> Any:
   """`run` inside one shard_map."""
-  query, key, _, sizes, budget, gate = operands
-  check_key_placement(placement, query, key, operands.value)
-  tokens: Any = placement.spec(query.shape, 0, 2)
-  gate_spec: Any = None if gate is None else placement.spec(gate.shape, 0, 2)
+  query, key, value, sizes, budget, gate = operands
+  check_key_placement(placement, query, key, value)
+  tokens: Any = placement.spec(query.shape, 2)
+  keys: Any = placement.spec(key.shape, 2)
+  gate_spec: Any = None if gate is None else placement.spec(gate.shape, 2)
   if gate is not None and gate.shape == query.shape:
     check_placement(placement, "gate", gate, gate_spec)
   specs = _Operands(
     tokens,
-    placement.spec(key.shape, 0, 2),
-    placement.spec(key.shape, 0, 2),
-    placement.spec(sizes.shape, 0),
-    None if budget is None else placement.spec(budget.shape, 0, 1),
+    keys,
+    keys,
+    placement.spec(sizes.shape),
+    None if budget is None else placement.spec(budget.shape, 1),
     gate_spec,
   )
   selection: Any = PartitionSpec(placement.batch, placement.heads)
-  lse: Any = placement.spec(query.shape[:3], 0, 2)
-  return placement.shard_map(run, (specs,), (tokens, Aux(selection, lse)))
+  lse: Any = placement.spec(query.shape[:3], 2)
+  return shard_map(placement.mesh, run, (specs,), (tokens, Aux(selection, lse)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +364,7 @@ def explain(
   """Says which implementation `video_sparse_attention` would run on these arguments, and why no other.
 
   Args:
-    query, key, value: arrays, or jax.ShapeDtypeStruct.
+    query, key, value: arrays, or jax.ShapeDtypeStruct; so may gate, budget and tile_sizes be.
     layout, implementation, sharding, arguments: as for `video_sparse_attention`.
 
   Returns:
@@ -412,24 +373,30 @@ def explain(
   Raises:
     ValueError: as `video_sparse_attention` would.
   """
-  signature = inspect.signature(video_sparse_attention)
-  bound = signature.bind(query, key, value, layout, **arguments)
-  bound.apply_defaults()
-  names = inspect.signature(_prepare).parameters
-  options, _ = _prepare(**{name: bound.arguments[name] for name in names})
-  placed = placement_of(query, sharding) is not None
+  arguments.pop("return_aux", None)  # changes nothing
+  arrays = {"query": query, "key": key, "value": value, **arguments}
+  shapes = {n: x for n, x in arrays.items() if isinstance(x, jax.ShapeDtypeStruct)}
+  prepared: Any = None
+
+  def prepare(shapes):
+    nonlocal prepared
+    prepared = _prepare(layout=layout, **{**arrays, **shapes})
+
+  jax.eval_shape(prepare, shapes)
+  options, problem, _ = prepared
+  partitioned = placement_of(query, sharding) is None and has_auto_axes(query)
   plan, tiles, prefix = options.plan, layout.num_tiles, layout.num_prefix_tiles
   try:
-    chosen = choose(implementation, options.problem, placed=placed).name
+    chosen = choose(implementation, problem, partitioned=partitioned).name
   except NotImplementedError:
     chosen = None
-  per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + sum(plan.widths)
+  per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + plan.width
   device = jax.devices()[0]
   return Explanation(
     layout=layout,
-    problem=options.problem,
+    problem=problem,
     chosen=chosen,
-    reasons=survey(options.problem),
+    reasons=survey(implementation, problem),
     kept_pairs=prefix * tiles + (tiles - prefix) * per_row,
     devices=f"{jax.device_count()} x {device.device_kind} ({device.platform})",
   )

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from vsa_jax.nnx import VSAAttention
 
-_CONFIG_FILE = "vsa_config.json"
+_FILE = "vsa_config.json"
 
 
 def save(path: str | os.PathLike, model: nnx.Module) -> None:
@@ -23,17 +22,27 @@ def save(path: str | os.PathLike, model: nnx.Module) -> None:
   Args:
     path: a new directory.
     model: a VSAAttention, or any module that holds some.
+
+  Raises:
+    ValueError: the directory holds a checkpoint already.
   """
+  import orbax.checkpoint as ocp  # slow to import, and only needed here
+
   folder = pathlib.Path(path).resolve()
+  if (folder / _FILE).exists() or (folder / "params").exists():
+    raise ValueError(f"path: got {str(path)!r}, which holds a checkpoint; want a new directory")
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  shapes = {_join(name): list(x.shape) for name, x in flat_params(params).items()}
+  about = json.dumps({"config": _configs(model), "shapes": shapes}, indent=1)
   with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "params", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-  (folder / _CONFIG_FILE).write_text(json.dumps(_configs(model), indent=1))
+    checkpointer.save(folder / "params", params)
+  (folder / _FILE).write_text(about)  # last: it says that the checkpoint is whole
 
 
 def restore(
   path: str | os.PathLike, model: nnx.Module, *, zero_missing_gates: bool = False
 ) -> None:
-  """Reads what `save` wrote into a model, in place.
+  """Reads what `save` wrote into a model, in place, wherever the model's parameters are sharded.
 
   Args:
     path: the directory.
@@ -42,14 +51,28 @@ def restore(
       it computes its sparse branch alone.
 
   Raises:
-    ValueError: the tile or another entry of a config differs, or parameters are missing, surplus or of
-      another shape; the message lists them.
+    ValueError: there is no checkpoint; the tile or another entry of a config differs; or parameters are
+      missing, surplus or of another shape.  The message lists them.
   """
+  import orbax.checkpoint as ocp
+
   folder = pathlib.Path(path).resolve()
-  saved = json.loads((folder / _CONFIG_FILE).read_text())
-  check_configs(saved, _configs(model), zero_missing_gates=zero_missing_gates)
+  try:
+    about = json.loads((folder / _FILE).read_text())
+    configs, shapes = about["config"], about["shapes"]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"path: got {str(path)!r}, want a directory that vsa_jax.checkpoints.save wrote; no whole {_FILE} there"
+      f" ({error})"
+    ) from None
+  check_configs(configs, _configs(model), zero_missing_gates=zero_missing_gates)
+  saved = {_split(name): jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+  mine = flat_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  gates = _gates(model) if zero_missing_gates else ()
+  check_params(mine, {**{k: v for k, v in mine.items() if k[:-1] in gates}, **saved})
+  target = _nested({k: _struct(v) for k, v in mine.items() if k in saved})
   with ocp.StandardCheckpointer() as checkpointer:
-    params = checkpointer.restore(folder / "params")
+    params = checkpointer.restore(folder / "params", target)
   load_params(model, params, zero_missing_gates=zero_missing_gates)
 
 
@@ -67,24 +90,23 @@ def load_params(
     ValueError: parameters are missing, surplus or of another shape; the message lists them.
   """
   state = nnx.state(model, nnx.Param)
-  want = nnx.to_pure_dict(state)
+  want, given = flat_params(nnx.to_pure_dict(state)), flat_params(params)
   if zero_missing_gates:
-    have = dict(_flat(params))
-    missing = {k: v for k, v in _flat(want) if k not in have and "gate" in k}
-    params = _nested({**have, **{k: jax.numpy.zeros_like(v) for k, v in missing.items()}})
-  check_params(want, params)
-  nnx.replace_by_pure_dict(state, _nested(dict(_flat(params))))
+    gates = _gates(model)
+    zeros = {k: jax.numpy.zeros_like(v) for k, v in want.items() if k[:-1] in gates}
+    given = {**zeros, **given}
+  check_params(want, given)
+  nnx.replace_by_pure_dict(state, _nested(given))
   nnx.update(model, state)
 
 
-def check_params(want: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+def check_params(wanted: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
   """ValueError unless two trees of parameters have the same names and shapes.
 
   Args:
-    want: the module's, nested dict of arrays or shapes.
-    got: the ones to load.
+    wanted: the module's, by path (a tuple of names): arrays or shapes.
+    given: the ones to load, likewise.
   """
-  wanted, given = dict(_flat(want)), dict(_flat(got))
   missing = [_join(k) for k in wanted if k not in given]
   surplus = [_join(k) for k in given if k not in wanted]
   shapes = [
@@ -144,19 +166,31 @@ def check_configs(
 
 
 def _configs(model: nnx.Module) -> dict[str, Any]:
-  return {
-    _join(path): module.config
-    for path, module in nnx.iter_modules(model)
-    if isinstance(module, VSAAttention)
-  }
+  return {_join(path): module.config for path, module in _attentions(model)}
 
 
-def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()):
+def _gates(model: nnx.Module) -> set[tuple[str, ...]]:
+  """The paths of the gate projections; a layer of the user's that is called "gate" is none."""
+  return {(*map(str, path), "gate") for path, _ in _attentions(model)}
+
+
+def _attentions(model: nnx.Module) -> list[tuple[Any, VSAAttention]]:
+  return [(p, m) for p, m in nnx.iter_modules(model) if isinstance(m, VSAAttention)]
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def flat_params(tree: Mapping[Any, Any]) -> dict[tuple[str, ...], Any]:
+  """A nested dict by path; every name a string."""
+  flat: dict[tuple[str, ...], Any] = {}
   for name, value in tree.items():
     if isinstance(value, Mapping):
-      yield from _flat(value, (*path, str(name)))
+      flat.update({(str(name), *path): x for path, x in flat_params(value).items()})
     else:
-      yield (*path, str(name)), value
+      flat[(str(name),)] = value
+  return flat
 
 
 def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[Any, Any]:
@@ -167,3 +201,7 @@ def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[Any, Any]:
 
 def _join(path: Any) -> str:
   return "/".join(str(n) for n in path)
+
+
+def _split(name: str) -> tuple[str, ...]:
+  return tuple(name.split("/"))

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vsa_jax.block_sparse.api import attention_config, sizes_of
-from vsa_jax.block_sparse.base import Sizes, accumulator, valid_slots
+from vsa_jax.arguments import accumulator, static_scale, valid_slots
+from vsa_jax.block_sparse.api import check_problem, sizes_of
+from vsa_jax.block_sparse.base import Sizes
 from vsa_jax.selection import TileSelection
 
 
@@ -48,9 +49,9 @@ def coverage(
   Raises:
     ValueError: a wrong argument, named.
   """
-  config = attention_config(query, key, key, selection, scale, None)
-  sizes = sizes_of(config.problem, tile_sizes, query_tile_sizes)
-  return _coverage(config.scale, query, key, selection, sizes)
+  problem = check_problem(query, key, key, selection)
+  sizes = sizes_of(problem, tile_sizes, query_tile_sizes)
+  return _coverage(static_scale(scale, problem.head_dim), query, key, selection, sizes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

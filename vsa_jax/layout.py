@@ -84,11 +84,6 @@ class TileLayout:
     return sum(-(-s // self.tile_size) for s in self.segments if isinstance(s, int))
 
   @property
-  def num_regions(self) -> int:
-    """The number of video regions."""
-    return sum(not isinstance(s, int) for s in self.segments)
-
-  @property
   def video_spans(self) -> tuple[tuple[int, int], ...]:
     """Half-open ranges of tile numbers, one per video region."""
     spans, start = [], self.num_prefix_tiles

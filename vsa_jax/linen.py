@@ -8,7 +8,7 @@ from flax import nnx
 from flax.core import FrozenDict
 
 import vsa_jax.nnx
-from vsa_jax.checkpoints import check_params
+from vsa_jax.checkpoints import check_params, flat_params
 
 
 def VSAAttention(*args: Any, name: str | None = None, **kwargs: Any) -> nnx.bridge.ToLinen:
@@ -35,5 +35,5 @@ class _LinenVSAAttention(nnx.bridge.ToLinen):
     if not self.is_initializing():
       build = lambda: self.nnx_class(*self.args, **self.kwargs, rngs=nnx.Rngs(0))
       want = nnx.to_pure_dict(nnx.state(nnx.eval_shape(build)))
-      check_params(want, self.variables.get("params", {}))
+      check_params(flat_params(want), flat_params(self.variables.get("params", {})))
     return super().__call__(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,11 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jax.sharding import AxisType, PartitionSpec
 
+from vsa_jax.arguments import check_tokens, tile_sizes_of, valid_slots
 from vsa_jax.attention import video_sparse_attention
 from vsa_jax.layout import TileLayout
-from vsa_jax.routing import tile_sizes_of
-from vsa_jax.tiling import check_tokens, untile_tokens
+from vsa_jax.routing import plain_budget
+from vsa_jax.tiling import untile_tokens
 
 _lecun_normal = initializers.lecun_normal()
 _zeros = initializers.zeros_init()
@@ -49,13 +50,14 @@ class VSAAttention(nnx.Module):
     dtype: of the computation; default: promoted from x and the parameters.
     param_dtype: of the parameters.
     precision: of projections and attention matmuls.
-    kernel_init, bias_init: of all projections but the gate's.
-    kernel_metadata, out_kernel_metadata: nnx.Param metadata of the query, key, value and gate kernels
-      [in_features, heads, head_dim], and of the output kernel [heads, head_dim, out_features]; for
-      instance dict(sharding_names=(None, "model", None)).
+    kernel_init: of all projections but the gate's.
     implementation: see `block_sparse_attention`.
     sharding: NamedSharding of query [B, L, N, H], for meshes with automatic axes.
     rngs: of the initialisers; not kept.
+
+  Parameters: kernels of query, key, value and gate [in_features, heads, head_dim], of out [heads,
+  head_dim, out_features]; biases [heads, head_dim] and [out_features]; query_norm and key_norm scales
+  [head_dim].  Tensor parallelism shards the heads of all of them.
 
   Raises:
     ValueError: a wrong argument, named.
@@ -81,9 +83,6 @@ class VSAAttention(nnx.Module):
     param_dtype: Any = jnp.float32,
     precision: Any = None,
     kernel_init: Callable = _lecun_normal,
-    bias_init: Callable = _zeros,
-    kernel_metadata: Mapping[str, Any] | None = None,
-    out_kernel_metadata: Mapping[str, Any] | None = None,
     implementation: Any = None,
     sharding: jax.sharding.NamedSharding | None = None,
     rngs: nnx.Rngs,
@@ -114,8 +113,7 @@ class VSAAttention(nnx.Module):
     self.head_dim = qkv_features // num_heads
     self.out_features = out_features
     self.tile = TileLayout([1], tile).tile
-    self.sparsity = tuple(sparsity) if isinstance(sparsity, Sequence) else sparsity
-    self.topk = tuple(topk) if isinstance(topk, Sequence) else topk
+    self.sparsity, self.topk = plain_budget(sparsity, topk)
     self.use_gate = use_gate
     self.gate_use_bias = gate_use_bias
     self.use_bias = use_bias
@@ -136,8 +134,6 @@ class VSAAttention(nnx.Module):
         param_dtype=param_dtype,
         precision=precision,
         kernel_init=_zeros if zero else kernel_init,
-        bias_init=_zeros if zero else bias_init,
-        kernel_metadata=kernel_metadata or {},
         rngs=rngs,
       )
 
@@ -160,8 +156,6 @@ class VSAAttention(nnx.Module):
       param_dtype=param_dtype,
       precision=precision,
       kernel_init=kernel_init,
-      bias_init=bias_init,
-      kernel_metadata=out_kernel_metadata or {},
       rngs=rngs,
     )
     # Last, so that the other weights are the same with and without a gate.
@@ -170,22 +164,22 @@ class VSAAttention(nnx.Module):
   @property
   def config(self) -> dict[str, Any]:
     """What the weights depend on, as JSON values: save it beside them (see `vsa_jax.checkpoints`)."""
-    plain = lambda x: list(x) if isinstance(x, tuple) else x
-    return {
+    config = {
       "num_heads": self.num_heads,
       "in_features": self.in_features,
       "qkv_features": self.num_heads * self.head_dim,
       "out_features": self.out_features,
       "num_kv_heads": self.num_kv_heads,
-      "tile": list(self.tile),
-      "sparsity": plain(self.sparsity),
-      "topk": plain(self.topk),
+      "tile": self.tile,
+      "sparsity": self.sparsity,
+      "topk": self.topk,
       "use_gate": self.use_gate,
       "gate_use_bias": self.gate_use_bias,
       "use_bias": self.use_bias,
       "normalize_qk": self.normalize_qk,
       "qk_norm_epsilon": self.qk_norm_epsilon,
     }
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in config.items()}
 
   def __call__(
     self,
@@ -270,7 +264,7 @@ def _valid_tokens(
     return None
   batch, size = x.shape[0], layout.tile_size
   sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, size, layout.tile_sizes)
-  valid = (jnp.arange(size) < sizes[..., None]).reshape(batch, layout.padded_length, 1)
+  valid = valid_slots(sizes, size)[..., None]
   return valid if tiled else untile_tokens(valid, layout)
 
 

@@ -5,11 +5,12 @@ Letters: B batch, P padded tokens, N query heads, K kv heads, H head dim, J tile
 
 from __future__ import annotations
 
+import dataclasses
 import fractions
 import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from vsa_jax.arguments import (
+  accumulator,
+  check_broadcasts,
+  check_heads,
+  check_tokens,
+  static_real,
+  static_scale,
+  tile_sizes_of,
+)
 from vsa_jax.layout import TileLayout
-from vsa_jax.selection import TileSelection, is_known
-from vsa_jax.sharding import on_own_shards
-from vsa_jax.tiling import check_tokens
+from vsa_jax.selection import TileSelection
+from vsa_jax.sharding import has_auto_axes, on_own_shards
 
 
 def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax.Array:
@@ -39,17 +48,17 @@ def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax
   """
   check_tokens(xt, "xt", layout, tiled=True)
   if tile_sizes is None and not layout.is_ragged:
-    return on_own_shards(lambda x: _by_tile(x, layout).mean(2), xt, whole=1)
+    return on_own_shards(lambda x: _by_tile(x, layout).mean(2), xt, unsharded_axis=1)
   tiles, size = layout.num_tiles, layout.tile_size
   sizes = tile_sizes_of("tile_sizes", tile_sizes, xt.shape[0], tiles, size, layout.tile_sizes)
   sizes = jnp.broadcast_to(sizes[(..., *[None] * (xt.ndim - 2))], (*sizes.shape, *xt.shape[2:]))
-  return on_own_shards(functools.partial(_pool, layout), xt, sizes, whole=1)
+  return on_own_shards(functools.partial(_pool, layout), xt, sizes, unsharded_axis=1)
 
 
 def _by_tile(xt: jax.Array, layout: TileLayout) -> jax.Array:
   """[B, J, M, ...] in the accumulator dtype."""
   x = xt.reshape(xt.shape[0], layout.num_tiles, layout.tile_size, *xt.shape[2:])
-  return x.astype(jnp.promote_types(xt.dtype, jnp.float32))
+  return x.astype(accumulator(xt.dtype))
 
 
 def _pool(layout: TileLayout, xt: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -90,12 +99,12 @@ def routing_scores(
   ):
     raise ValueError(
       f"pooled_key: got {list(pooled_key.shape)} for pooled_query {list(pooled_query.shape)}, want [B, Jk, K, H]"
-      " and [B, Jq, N, H] with equal B and H"
+      " and [B, Jq, N, H] with equal B and H, as pool_tiles makes them"
     )
   batch, rows, heads, dim = pooled_query.shape
   _, columns, kv_heads, _ = pooled_key.shape
   check_heads(heads, kv_heads)
-  dtype = jnp.promote_types(pooled_query.dtype, jnp.float32)
+  dtype = accumulator(pooled_query.dtype)
   query = pooled_query.astype(dtype).reshape(batch, rows, kv_heads, heads // kv_heads, dim)
   scores = jnp.einsum(
     "bqkgh,bjkh->bkgqj", query, pooled_key.astype(dtype), precision=lax.Precision.HIGHEST
@@ -115,18 +124,28 @@ def tile_budget(sparsity: float, num_tiles: int) -> int:
 
   Args:
     sparsity: the share to drop, a static real in [0, 1].
-    num_tiles: n, the tiles to choose from, ragged ones included.
+    num_tiles: n >= 1, the tiles to choose from, ragged ones included.
 
   Raises:
-    ValueError: sparsity is not a static real in [0, 1].
+    ValueError: sparsity is not a static real in [0, 1], or num_tiles not an int >= 1.
   """
-  s = _static_real("sparsity", sparsity, "use `budget` for a number that changes at run time")
-  if not 0 <= s <= 1:
-    raise ValueError(
-      f"sparsity: got {sparsity!r}, want the share of tiles to drop, in [0, 1]; topk takes a count"
-    )
-  keep = 1 - fractions.Fraction(s).limit_denominator(10_000)
-  return max(1, min(math.ceil(keep * num_tiles), num_tiles))
+  if isinstance(num_tiles, bool) or not isinstance(num_tiles, numbers.Integral) or num_tiles < 1:
+    raise ValueError(f"num_tiles: got {num_tiles!r}, want an int, at least 1 tile to choose from")
+  keep = 1 - fractions.Fraction(_share(sparsity)).limit_denominator(10_000)
+  return max(1, min(math.ceil(keep * int(num_tiles)), int(num_tiles)))
+
+
+def plain_budget(sparsity: Any, topk: Any) -> tuple[Any, Any]:
+  """(sparsity, topk) as Python numbers or tuples of them, each checked; None stays None."""
+  return _each(_share, sparsity), _each(_count, topk)
+
+
+def _each(check: Callable, value: Any) -> Any:
+  if (
+    isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and np.ndim(value) == 1
+  ):
+    return tuple(check(v) for v in value)
+  return None if value is None else check(value)
 
 
 def region_budgets(layout: TileLayout, sparsity: Any, topk: Any) -> tuple[int, ...]:
@@ -136,24 +155,18 @@ def region_budgets(layout: TileLayout, sparsity: Any, topk: Any) -> tuple[int, .
     raise ValueError(
       f"sparsity, topk: got {got}, want exactly one: the share of tiles to drop, or the number to keep"
     )
+  sparsity, topk = plain_budget(sparsity, topk)
   name, value = ("topk", topk) if sparsity is None else ("sparsity", sparsity)
   sizes = [stop - start for start, stop in layout.video_spans]
-  if (
-    isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and np.ndim(value) == 1
-  ):
-    values = list(value)
-    if len(values) != len(sizes):
-      raise ValueError(
-        f"{name}: got {len(values)} values {values}, want a scalar or one per video region ({len(sizes)} in this"
-        " layout)"
-      )
-  else:
-    values = [value] * max(len(sizes), 1)  # checked also where there is no video
+  values = value if isinstance(value, tuple) else (value,) * len(sizes)
+  if len(values) != len(sizes):
+    raise ValueError(
+      f"{name}: got {len(values)} values {list(values)}, want a scalar or one per video region, of which this"
+      f" layout has {len(sizes)}"
+    )
   if name == "sparsity":
-    budgets = [tile_budget(s, n) for s, n in zip(values, sizes or [1], strict=True)]
-  else:
-    budgets = [min(_count(k), n) for k, n in zip(values, sizes or [1], strict=True)]
-  return tuple(budgets[: len(sizes)])
+    return tuple(tile_budget(s, n) for s, n in zip(values, sizes, strict=True))
+  return tuple(min(k, n) for k, n in zip(values, sizes, strict=True))
 
 
 def select_tiles(
@@ -188,61 +201,71 @@ def select_tiles(
   Raises:
     ValueError: a wrong argument, named.
   """
+  if not isinstance(layout, TileLayout):
+    raise ValueError(f"layout: got {type(layout).__name__}, want the TileLayout of the scores")
   tiles = layout.num_tiles
-  if scores.ndim != 4 or scores.shape[2:] != (tiles, tiles):
+  shape, dtype = np.shape(scores), getattr(scores, "dtype", np.dtype("O"))
+  if len(shape) != 4 or shape[2:] != (tiles, tiles) or not jnp.issubdtype(dtype, jnp.floating):
     raise ValueError(
-      f"scores: got shape {list(scores.shape)}, want [B, N, {tiles}, {tiles}] for this layout"
+      f"scores: got {dtype}{list(shape)}, want floating [B, N, {tiles}, {tiles}] for this layout, as"
+      " routing_scores makes them"
     )
-  plan = Plan(layout, sparsity, topk, prefix, has_budget=budget is not None)
-  batch, heads = scores.shape[:2]
-  if plan.keeps_all:
-    return everything(layout, batch, heads)
-  first = layout.num_prefix_tiles
-  operands = [lax.slice_in_dim(scores, first, tiles, axis=2)]
+  plan = Plan.of(layout, sparsity, topk, prefix, has_budget=budget is not None)
+  batch, heads = shape[:2]
   if budget is not None:
-    budget = lax.slice_in_dim(plan.check_budget(budget, batch, heads), first, tiles, axis=2)
+    budget = plan.check_budget(budget, batch, heads)
+  if plan.keeps_all:
+    return plan.selection(batch, heads)
+  first = layout.num_prefix_tiles
+  operands = [lax.slice_in_dim(jnp.asarray(scores), first, tiles, axis=2)]
+  if budget is not None:
+    budget = lax.slice_in_dim(budget, first, tiles, axis=2)
     operands.append(jnp.broadcast_to(budget, (batch, heads, *budget.shape[2:])))
-  return plan.selection(*on_own_shards(plan.rank, *operands, whole=3))
+  return plan.selection(batch, heads, on_own_shards(plan.rank, *operands, unsharded_axis=3))
 
 
+@dataclasses.dataclass(frozen=True)
 class Plan:
-  """The static side of a selection: what is ranked, how much of it is kept.  Validates its arguments."""
+  """The static side of a selection: what is ranked, how much of it is kept."""
 
-  def __init__(
-    self, layout: TileLayout, sparsity: Any, topk: Any, prefix: str, *, has_budget: bool
-  ):
+  layout: TileLayout
+  num_prefix_tiles: int  # leading key tiles that every row keeps, unranked
+  spans: tuple[tuple[int, int], ...]  # of key tiles, each ranked by itself
+  widths: tuple[int, ...]  # how many tiles of each span a row keeps at most
+  prefix_quota: int  # places among those that are the prefix's, when it competes
+  keeps_all: bool  # whatever the scores are
+
+  @classmethod
+  def of(
+    cls, layout: TileLayout, sparsity: Any, topk: Any, prefix: str, *, has_budget: bool
+  ) -> Plan:
+    """Checks the static arguments of `select_tiles`."""
     if prefix not in ("exempt", "compete"):
-      raise ValueError(f'prefix: got {prefix!r}, want "exempt" or "compete"')
-    budgets = region_budgets(layout, sparsity, topk)
-    spans = layout.video_spans
-    compete = prefix == "compete" and layout.num_prefix_tiles > 0 and spans
-    if compete and len(spans) > 1:
       raise ValueError(
-        f'prefix: got "compete" with {len(spans)} video regions, want one; use "exempt"'
+        f'prefix: got {prefix!r}, want "exempt" (every row keeps the prefix) or "compete" (it is ranked)'
       )
-    self.layout = layout
-    self.num_prefix_tiles = 0 if compete else layout.num_prefix_tiles
-    self.extra = (
-      layout.num_prefix_tiles if compete else 0
-    )  # places given to the prefix when it competes
-    self.spans = ((0, layout.num_tiles),) if compete else spans
-    self.widths = tuple(k + self.extra for k in budgets)
-    whole = all(k == stop - start for k, (start, stop) in zip(self.widths, self.spans, strict=True))
-    self.keeps_all = not spans or (whole and not has_budget)
+    budgets = region_budgets(layout, sparsity, topk)
+    spans, num_prefix_tiles, quota = layout.video_spans, layout.num_prefix_tiles, 0
+    if prefix == "compete" and num_prefix_tiles and spans:
+      if len(spans) > 1:
+        raise ValueError(
+          f'prefix: got "compete" with {len(spans)} video regions, want one; use "exempt"'
+        )
+      spans, num_prefix_tiles, quota = ((0, layout.num_tiles),), 0, num_prefix_tiles
+    widths = tuple(k + quota for k in budgets)
+    whole = all(k == stop - start for k, (start, stop) in zip(widths, spans, strict=True))
+    keeps_all = not spans or (whole and not has_budget)
+    return cls(layout, num_prefix_tiles, spans, widths, quota, keeps_all)
+
+  @property
+  def width(self) -> int:
+    """W, of the lists."""
+    return 0 if self.keeps_all else sum(self.widths)
 
   def check_budget(self, budget: Any, batch: int, heads: int) -> jax.Array:
     """`budget` as [1 or B, 1 or N, J, regions]; ValueError when it does not broadcast."""
     full = (batch, heads, self.layout.num_tiles, len(self.spans))
-    budget = as_array(budget)
-    shape = budget.shape
-    fits = len(shape) <= 4 and all(
-      n in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
-    )
-    if budget.dtype.kind not in "iu" or not fits:
-      raise ValueError(
-        f"budget: got {budget.dtype}{list(shape)}, want ints that broadcast to [B, N, J, regions] = {list(full)}"
-      )
-    budget = jnp.asarray(budget).reshape((1,) * (4 - len(shape)) + shape)
+    budget = check_broadcasts("budget", budget, "iu", "[B, N, J, regions]", full)
     return jnp.broadcast_to(budget, (*budget.shape[:2], *full[2:]))
 
   def rank(self, scores: jax.Array, budget: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -250,14 +273,14 @@ class Plan:
 
     budget: [1 or B, 1 or N, rows, regions] or None.
     """
-    fill = self.layout.num_tiles
+    fill, quota = self.layout.num_tiles, self.prefix_quota
     scores = lax.stop_gradient(scores)
     lists, counts = [], []
     for region, ((start, stop), width) in enumerate(zip(self.spans, self.widths, strict=True)):
       ids = start + top_tiles(scores[..., start:stop], width)
       kept = jnp.full(ids.shape[:-1], width, jnp.int32)
       if budget is not None:
-        kept = jnp.clip(budget[..., region], 1, width - self.extra).astype(jnp.int32) + self.extra
+        kept = jnp.clip(budget[..., region], 1, width - quota).astype(jnp.int32) + quota
         kept = jnp.broadcast_to(kept, ids.shape[:-1])
         ids = jnp.where(jnp.arange(width) < kept[..., None], ids, fill)
       lists.append(ids)
@@ -265,32 +288,26 @@ class Plan:
     indices = lax.sort(jnp.concatenate(lists, -1), dimension=lists[0].ndim - 1)
     return indices, jnp.stack(counts).sum(0, dtype=jnp.int32)  # a plain sum is int64 in x64 mode
 
-  def selection(self, indices: jax.Array, counts: jax.Array) -> TileSelection:
-    """The selection of lists made by `rank` for every video query tile."""
-    layout = self.layout
+  def selection(
+    self, batch: int, heads: int, lists: tuple[jax.Array, jax.Array] | None = None
+  ) -> TileSelection:
+    """The selection of lists made by `rank` for every video query tile; without, when all is kept."""
+    if lists is None:  # implied by the static integers
+      nothing = jnp.zeros((batch, heads, 0, 0), jnp.int32)
+      return TileSelection(nothing, nothing[..., 0], self.layout.num_tiles)
     return TileSelection(
-      indices,
-      counts,
+      *lists,
       self.num_prefix_tiles,
-      num_dense_rows=layout.num_prefix_tiles,
-      num_key_tiles=layout.num_tiles,
+      num_dense_rows=self.layout.num_prefix_tiles,
+      num_key_tiles=self.layout.num_tiles,
     )
-
-
-def everything(layout: TileLayout, batch: int, heads: int) -> TileSelection:
-  """The selection that drops nothing: implied by its static integers, its lists empty."""
-  return TileSelection(
-    jnp.zeros((batch, heads, 0, 0), jnp.int32),
-    jnp.zeros((batch, heads, 0), jnp.int32),
-    layout.num_tiles,
-  )
 
 
 def top_tiles(scores: jax.Array, k: int) -> jax.Array:
   """int32 [..., k]: positions of the k highest scores of the last axis, best first, ties to the lowest."""
   # NaN would rank first, and -0.0 below +0.0 on some backends.
   scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0.0, scores))
-  if not has_auto_axes():
+  if not has_auto_axes(scores):
     return lax.top_k(scores, k)[1].astype(jnp.int32)
   # XLA gathers a sharded operand of top_k; it partitions a sort along the other axes.
   positions = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
@@ -300,72 +317,13 @@ def top_tiles(scores: jax.Array, k: int) -> jax.Array:
   return positions[..., :k]
 
 
-def has_auto_axes() -> bool:
-  """Whether XLA may be partitioning this code over mesh axes whose use types do not show."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return any(
-    kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
-    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-  )
-
-
-def tile_sizes_of(
-  name: str, sizes: Any, batch: int, tiles: int, tile_size: int | None, default: Any
-) -> jax.Array:
-  """int32 [B, J] out of sizes [J] or [B, J], checked, clipped to [0, tile_size] when traced."""
-  sizes = as_array(default if sizes is None else sizes)
-  if sizes.shape not in ((tiles,), (batch, tiles)) or sizes.dtype.kind not in "iu":
+def _share(sparsity: Any) -> float:
+  value = static_real("sparsity", sparsity, "use `budget` for a number that changes at run time")
+  if not 0 <= value <= 1:
     raise ValueError(
-      f"{name}: got {sizes.dtype}{list(sizes.shape)}, want ints [{tiles}] or [{batch}, {tiles}]"
+      f"sparsity: got {sparsity!r}, want the share of tiles to drop, in [0, 1]; topk takes a count"
     )
-  if is_known(sizes):
-    known = np.asarray(sizes)
-    wrong = known[(known < 0) | (known > (known if tile_size is None else tile_size))]
-    if wrong.size:
-      raise ValueError(
-        f"{name}: got {wrong[0]}, want 0..{tile_size or ''}, how many slots of a tile are valid"
-      )
-  elif tile_size is not None:
-    sizes = jnp.clip(sizes, 0, tile_size)
-  return jnp.broadcast_to(jnp.asarray(sizes, jnp.int32), (batch, tiles))
-
-
-def as_array(x: Any) -> Any:
-  """x as an array, NumPy's for what is not JAX's, so that known values stay readable."""
-  return x if isinstance(x, jax.Array) else np.asarray(x)
-
-
-def check_heads(heads: int, kv_heads: int) -> None:
-  """ValueError unless query heads are a multiple of kv heads."""
-  if kv_heads < 1 or heads % kv_heads:
-    raise ValueError(
-      f"key: got {kv_heads} heads for {heads} query heads, want a divisor of {heads}: each key head serves"
-      " N / K query heads (GQA)"
-    )
-
-
-def static_scale(scale: Any, head_dim: int) -> float:
-  """The softmax scale as a Python float; default head_dim**-0.5."""
-  if scale is None:
-    return head_dim**-0.5
-  value = _static_real(
-    "scale", scale, "it is static; to vary it under jit or vmap multiply query by a traced factor"
-  )
-  if not (math.isfinite(value) and value > 0):
-    raise ValueError(f"scale: got {scale!r}, want a finite real > 0")
   return value
-
-
-def _static_real(name: str, value: Any, remedy: str) -> float:
-  if isinstance(value, jax.core.Tracer):
-    raise ValueError(f"{name}: got a traced value, want a static real; {remedy}")
-  is_scalar = isinstance(value, numbers.Real) or (
-    isinstance(value, (np.ndarray, jax.Array)) and value.ndim == 0
-  )
-  dtype = value.dtype if hasattr(value, "dtype") else np.result_type(type(value))
-  if not is_scalar or isinstance(value, (bool, np.bool_)) or dtype.kind not in "iuf":
-    raise ValueError(f"{name}: got {value!r}, want a static real number")
-  return float(value)
 
 
 def _count(topk: Any) -> int:

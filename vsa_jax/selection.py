@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from vsa_jax.arguments import is_known
 from vsa_jax.sharding import on_own_shards
 
 
@@ -104,42 +105,30 @@ class TileSelection:
     )
 
   @classmethod
-  def from_mask(cls, mask: Any, *, width: int | None = None) -> TileSelection:
+  def from_mask(cls, mask: Any) -> TileSelection:
     """The selection that keeps the tile pairs of a block mask, all of them in lists.
 
     Args:
-      mask: bool [B, N, Jq, Jk], True = keep.
-      width: W; default the largest count, or Jk when the mask is traced.
+      mask: bool [B, N, Jq, Jk], True = keep.  The lists are as wide as its largest count, or Jk wide
+        when its values are not known (under a trace).
 
     Raises:
-      ValueError: mask of the wrong rank or dtype, or a row with more than `width` tiles (known values).
+      ValueError: mask of the wrong rank or dtype.
     """
-    if np.ndim(mask) != 4 or mask.dtype != bool:
-      raise ValueError(
-        f"mask: got {getattr(mask, 'dtype', type(mask))}{list(np.shape(mask))}, want bool [B, N, Jq, Jk]"
-      )
-    mask = jnp.asarray(mask)
+    if np.ndim(mask) != 4 or getattr(mask, "dtype", np.dtype("O")).kind != "b":
+      got = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
+      raise ValueError(f"mask: got {got}, want bool [B, N, Jq, Jk]; compare or cast to bool")
     num_key_tiles = mask.shape[3]
-    known = is_known(mask)
-    largest = int(np.asarray(mask).sum(3).max(initial=0)) if known else num_key_tiles
-    if width is None:
-      width = largest
-    elif known and width < largest:
-      raise ValueError(
-        f"width: got {width}, want at least {largest}, the largest count of a row of the mask"
-      )
-
-    def lists(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-      ids = jnp.where(mask, jnp.arange(num_key_tiles, dtype=jnp.int32), num_key_tiles)
-      fill = jnp.full((*mask.shape[:3], max(0, width - num_key_tiles)), num_key_tiles, jnp.int32)
-      ids = jnp.concatenate([lax.sort(ids, dimension=3), fill], axis=3)[..., :width]
-      return ids, jnp.minimum(mask.sum(3, dtype=jnp.int32), width)
-
-    ids, counts = on_own_shards(lists, mask, whole=3)
-    return cls(ids, counts, 0, num_dense_rows=0, num_key_tiles=num_key_tiles)
+    width = int(np.asarray(mask).sum(3).max(initial=0)) if is_known(mask) else num_key_tiles
+    ids, counts = on_own_shards(_ascending, jnp.asarray(mask), unsharded_axis=3)
+    return cls(ids[..., :width], counts, 0, num_dense_rows=0, num_key_tiles=num_key_tiles)
 
   def to_mask(self) -> jax.Array:
-    """bool [B, N, Jq, Jk], True = kept; a duplicate shows once."""
+    """bool [B, N, Jq, Jk], True = kept; a duplicate shows once.
+
+    Raises:
+      ValueError: a bad table; also in `to_q2k` and `transposed`.
+    """
     return self._on_shards(lambda here: here.multiplicity() > 0)
 
   def multiplicity(self) -> jax.Array:
@@ -160,8 +149,8 @@ class TileSelection:
       q2k_idx int32 [B, N, Jq, Jk]: the kept key tiles of every query tile, ascending, then -1.
       q2k_num int32 [B, N, Jq]: how many there are.  A duplicate counts once.
     """
-    table = TileSelection.from_mask(self.to_mask(), width=self.num_key_tiles)
-    return jnp.where(table.indices == self.num_key_tiles, -1, table.indices), table.counts
+    ids, counts = on_own_shards(_ascending, self.to_mask(), unsharded_axis=3)
+    return jnp.where(ids == self.num_key_tiles, -1, ids), counts
 
   def transposed(self) -> tuple[jax.Array, jax.Array]:
     """The listed pairs by key tile: which query tiles list it.  Same answer on every run.
@@ -192,10 +181,18 @@ class TileSelection:
 
   def _on_shards(self, function: Callable[[TileSelection], Any]) -> Any:
     """function(self), on the shards of batch and heads in explicit mode."""
+    check_selection(self, *np.shape(self.indices)[:2])
     leaves, tree = jax.tree.flatten(self)
     return on_own_shards(
-      lambda *leaves: function(jax.tree.unflatten(tree, leaves)), *leaves, whole=2
+      lambda *leaves: function(jax.tree.unflatten(tree, leaves)), *leaves, unsharded_axis=2
     )
+
+
+def _ascending(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The ids [..., Jk] that a mask keeps, ascending, then Jk; and how many there are."""
+  num_key_tiles = mask.shape[-1]
+  ids = jnp.where(mask, jnp.arange(num_key_tiles, dtype=jnp.int32), num_key_tiles)
+  return lax.sort(ids, dimension=ids.ndim - 1), mask.sum(-1, dtype=jnp.int32)
 
 
 def check_selection(selection: Any, batch: int, heads: int) -> None:
@@ -251,13 +248,6 @@ def _check_table(ids: np.ndarray, counts: np.ndarray, prefix: int, keys: int) ->
       f"selection.indices{list(at)}: got key tile {ids[at]}, want [{prefix}, {keys}) among the first"
       f" `counts` ids of a list{remedy}"
     )
-
-
-def is_known(array: Any) -> bool:
-  """Whether the values of an array can be read here: not traced, and all on this process."""
-  if isinstance(array, jax.core.Tracer):
-    return False
-  return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 jax.export.register_pytree_node_serialization(

@@ -28,35 +28,34 @@ class Placement:
   batch: Any  # an entry of a PartitionSpec
   heads: Any
 
-  def spec(
-    self, shape: tuple[int, ...], batch_axis: int | None = 0, head_axis: int | None = None
-  ) -> PartitionSpec:
-    """The spec of an array whose batch and heads are on these axes; a size of 1 there is replicated."""
+  def spec(self, shape: tuple[int, ...], head_axis: int | None = None) -> PartitionSpec:
+    """The spec of an array with the batch on axis 0 and heads on this one; a size of 1 is replicated."""
     entries: list[Any] = [None] * len(shape)
-    if batch_axis is not None and shape[batch_axis] != 1:
-      entries[batch_axis] = self.batch
+    if shape[0] != 1:
+      entries[0] = self.batch
     if head_axis is not None and shape[head_axis] != 1:
       entries[head_axis] = self.heads
     return PartitionSpec(*entries)
 
-  def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on the shards of each device; in_specs has a spec for every array."""
-    manual = getattr(self.mesh, "manual_axes", ())
-    mapped = jax.shard_map(
-      function,
-      mesh=self.mesh,
-      in_specs=in_specs,
-      out_specs=out_specs,
-      axis_names=frozenset(self.mesh.axis_names) - frozenset(manual),
-    )
-    if AxisType.Explicit not in self.mesh.axis_types:
-      return mapped
 
-    def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-      # What is not sharded yet (tile sizes, a broadcast gate) is cut where it lies: no collective.
-      return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+def shard_map(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+  """`function` on the shards of each device; in_specs has a spec for every array."""
+  manual = getattr(mesh, "manual_axes", ())
+  mapped = jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=frozenset(mesh.axis_names) - frozenset(manual),
+  )
+  if AxisType.Explicit not in mesh.axis_types:
+    return mapped
 
-    return lambda *arrays: mapped(*jax.tree.map(place, arrays, in_specs))
+  def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    # What is not sharded yet (tile sizes, a broadcast gate) is cut where it lies: no collective.
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+  return lambda *arrays: mapped(*jax.tree.map(place, arrays, in_specs))
 
 
 def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
@@ -110,7 +109,7 @@ def check_key_placement(
       f" {kv_heads}; want a multiple of {ways}, or one head; repeat key and value heads up to {ways}"
     )
   for name, array in (("key", key), ("value", value)):
-    check_placement(placement, name, array, placement.spec(array.shape, 0, 2))
+    check_placement(placement, name, array, placement.spec(array.shape, 2))
 
 
 def check_placement(placement: Placement, name: str, array: Any, want: PartitionSpec) -> None:
@@ -128,7 +127,7 @@ def check_placement(placement: Placement, name: str, array: Any, want: Partition
     )
 
 
-def on_own_shards(function: Callable, *arrays: jax.Array, whole: int) -> Any:
+def on_own_shards(function: Callable, *arrays: jax.Array, unsharded_axis: int) -> Any:
   """function(*arrays) for a function that leaves alone every axis that is sharded in explicit mode.
 
   Explicit mode cannot type a reshape between sharded axes, and XLA gathers a sharded operand of top_k; on
@@ -137,7 +136,7 @@ def on_own_shards(function: Callable, *arrays: jax.Array, whole: int) -> Any:
   Args:
     function: the function.
     arrays: its arguments.
-    whole: the axis it works on, which must not be sharded.
+    unsharded_axis: the axis it works on.
 
   Raises:
     ValueError: that axis is sharded.
@@ -146,14 +145,26 @@ def on_own_shards(function: Callable, *arrays: jax.Array, whole: int) -> Any:
   if found is None or AxisType.Explicit not in found.mesh.axis_types or not any(found.spec):
     return function(*arrays)
   entries = list(found.spec)
-  if len(entries) > whole and entries[whole] is not None:
+  if len(entries) > unsharded_axis and entries[unsharded_axis] is not None:
     raise ValueError(
-      f"sharding: got {found.spec}, which splits axis {whole}, want it whole; {_ULYSSES}"
+      f"sharding: got {found.spec}, which splits axis {unsharded_axis}, want it whole; {_ULYSSES}"
     )
   while entries[-1] is None:
     entries.pop()
   spec = PartitionSpec(*entries)
-  return Placement(found.mesh, None, None).shard_map(function, (spec,) * len(arrays), spec)(*arrays)
+  return shard_map(found.mesh, function, (spec,) * len(arrays), spec)(*arrays)
+
+
+def has_auto_axes(x: Any) -> bool:
+  """Whether XLA may be partitioning what is done with x over mesh axes whose use its type does not show."""
+  meshes = [jax.sharding.get_abstract_mesh()]
+  if isinstance(x, jax.Array):
+    meshes.append(getattr(jax.typeof(x).sharding, "mesh", meshes[0]))
+  return any(
+    kind == AxisType.Auto and mesh.shape[name] > 1
+    for mesh in meshes
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+  )
 
 
 def vary_alike(*trees: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vsa_jax.arguments import check_tokens
 from vsa_jax.layout import TileLayout, segment_length, tile_counts
 from vsa_jax.sharding import on_own_shards
 
@@ -31,7 +32,7 @@ def tile_tokens(x: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: x does not have layout.num_tokens tokens on axis 1.
   """
   check_tokens(x, "x", layout, tiled=False)
-  return on_own_shards(functools.partial(_tile, layout), x, whole=1)
+  return on_own_shards(functools.partial(_tile, layout), x, unsharded_axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -64,7 +65,7 @@ def untile_tokens(xt: jax.Array, layout: TileLayout) -> jax.Array:
     ValueError: xt does not have layout.padded_length slots on axis 1.
   """
   check_tokens(xt, "xt", layout, tiled=True)
-  return on_own_shards(functools.partial(_untile, layout), xt, whole=1)
+  return on_own_shards(functools.partial(_untile, layout), xt, unsharded_axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -79,36 +80,6 @@ def _untile(layout: TileLayout, xt: jax.Array) -> jax.Array:
       start, stop = (n * layout.tile_size for n in next(spans))
       parts.append(_untile_video(lax.slice_in_dim(xt, start, stop, axis=1), segment, layout.tile))
   return _concatenate(parts, axis=1)
-
-
-def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) -> None:
-  """ValueError unless x is [B, P, ...] (tiled) or [B, L, ...] as the layout says."""
-  if not isinstance(layout, TileLayout):
-    raise ValueError(
-      f"layout: got {type(layout).__name__}, want a TileLayout, for instance TileLayout([(21, 45, 80)], (4, 4, 4))"
-    )
-  want = layout.padded_length if tiled else layout.num_tokens
-  shape = jnp.shape(x)
-  if len(shape) >= 2 and shape[1] == want:
-    return
-  kind = "padded_length" if tiled else "num_tokens"
-  remedy = "build the layout for this sequence"
-  if len(shape) < 2:
-    remedy = "tokens are on axis 1, after the batch"
-  elif shape[1] == (layout.num_tokens if tiled else layout.padded_length):
-    remedy = (
-      "x is in packed order: tile_tokens first"
-      if tiled
-      else "x is tiled already: say tiled=True, or untile first"
-    )
-  elif (
-    len(layout.segments) == 3 and layout.num_regions == 0 and shape[1] == math.prod(layout.segments)
-  ):
-    remedy = f"three ints are three dense segments; one video is [{layout.segments}]"
-  raise ValueError(
-    f"{name}: got shape {list(shape)}, want [B, {want}, ...] (the layout's {kind}; its segments are"
-    f" {layout.segments}, its tile is {layout.tile}); {remedy}"
-  )
 
 
 def _tile_video(x: jax.Array, grid: tuple[int, int, int], tile: tuple[int, int, int]) -> jax.Array:

@@ -47,7 +47,7 @@ def test_G03_leaked_tracer(implementation):
   query, key, value = qkv(30, 1, 16, 1, 8)
   masks = np.asarray(np.random.default_rng(33).random((2, 1, 1, 4, 4)) < 0.6)
   masks[..., 0] = True
-  tables = [TileSelection.from_mask(m, width=4) for m in masks]
+  tables = [jax.jit(TileSelection.from_mask)(m) for m in masks]  # equally wide
   selections = jax.tree.map(lambda *x: jnp.stack(x), *tables)
   sizes = jnp.asarray([[4, 3, 1, 4], [2, 4, 4, 1]])
   d_out = normal(34, *query.shape)

@@ -11,16 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, Sizes, accumulator
+from vsa_jax.arguments import (
+  accumulator,
+  check_precision,
+  check_qkv,
+  static_scale,
+  tile_sizes_of,
+)
+from vsa_jax.block_sparse.base import LN_2, Implementation, Problem, Residual, Sizes
 from vsa_jax.block_sparse.choice import choose
 from vsa_jax.block_sparse.forward_mode import reverse_mode_only
-from vsa_jax.routing import check_heads, static_scale, tile_sizes_of
 from vsa_jax.selection import TileSelection, check_selection
 from vsa_jax.sharding import (
   Placement,
   check_key_placement,
   check_placement,
+  has_auto_axes,
   placement_of,
+  shard_map,
   vary_alike,
 )
 
@@ -68,14 +76,14 @@ def block_sparse_attention(
     ValueError: a wrong argument; the message names it, what it got, what it wants.
     NotImplementedError: an implementation asked for by name cannot run this here.
   """
-  config = attention_config(query, key, value, selection, scale, precision)
-  problem = config.problem
+  problem = check_problem(query, key, value, selection)
   sizes = sizes_of(problem, tile_sizes, query_tile_sizes)
   placement = placement_of(query, sharding)
-  static = (
-    choose(implementation, problem, placed=placement is not None),
-    config.scale,
-    config.precision,
+  partitioned = placement is None and has_auto_axes(query)
+  static = Static(
+    choose(implementation, problem, partitioned=partitioned),
+    static_scale(scale, problem.head_dim),
+    check_precision(precision),
   )
   attend = functools.partial(attend_local, static)
   if placement is not None:
@@ -85,97 +93,36 @@ def block_sparse_attention(
   return (out, lse) if return_lse else out
 
 
-class AttentionConfig(NamedTuple):
-  """The static, checked side of a call."""
+class Static(NamedTuple):
+  """What a compiled call depends on beside its arrays."""
 
-  problem: Problem
+  implementation: Implementation
   scale: float
   precision: Any
 
 
-def attention_config(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  selection: TileSelection,
-  scale: Any,
-  precision: Any,
-) -> AttentionConfig:
+def check_problem(
+  query: jax.Array, key: jax.Array, value: jax.Array, selection: TileSelection
+) -> Problem:
   """Checks the arrays against each other and against the selection."""
   check_qkv(query, key, value)
-  batch, _, heads, head_dim = query.shape
-  check_selection(selection, batch, heads)
+  check_selection(selection, query.shape[0], query.shape[2])
   query_tiles, key_tiles = selection.num_query_tiles, selection.num_key_tiles
-  tile_size = _tile_size(query, key, query_tiles, key_tiles)
-  problem = Problem(
-    query.dtype,
-    batch,
-    heads,
-    key.shape[2],
-    head_dim,
-    tile_size,
-    query_tiles,
-    key_tiles,
-    selection.width,
-  )
-  return AttentionConfig(problem, static_scale(scale, head_dim), check_precision(precision))
-
-
-def check_qkv(query: Any, key: Any, value: Any) -> None:
-  """ValueError unless query, key and value are BLNH arrays that fit each other."""
-  for name, x, letters in (
-    ("query", query, "[B, L, N, H]"),
-    ("key", key, "[B, L, K, H]"),
-    ("value", value, "[B, L, K, H]"),
-  ):
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or np.ndim(x) != 4:
-      got = type(x).__name__ if dtype is None else f"{dtype}{list(np.shape(x))}"
-      raise ValueError(f"{name}: got {got}, want a floating {letters}")
-    if x.dtype != query.dtype:
-      raise ValueError(f"{name}: got {x.dtype}, want query's dtype {query.dtype}; cast one")
-    if x.dtype.itemsize not in (2, 4, 8):
-      raise ValueError(f"{name}: got {x.dtype}, want float16, bfloat16, float32 or float64")
-  if key.shape != value.shape:
-    raise ValueError(f"value: got shape {list(value.shape)}, want key's {list(key.shape)}")
-  if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
-    raise ValueError(
-      f"key: got shape {list(key.shape)}, want [{query.shape[0]}, L, K, {query.shape[3]}] as query is"
-      f" {list(query.shape)} (the order is batch, tokens, heads, head dim)"
-    )
-  if query.shape[3] < 1 or query.shape[2] < 1:
-    raise ValueError(
-      f"query: got shape {list(query.shape)}, want at least one head and one head dim"
-    )
-  check_heads(query.shape[2], key.shape[2])
-
-
-def check_precision(precision: Any) -> Any:
-  """`precision` if dot_general takes it; ValueError otherwise."""
-  x = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-  try:
-    jax.eval_shape(functools.partial(jnp.matmul, precision=precision), x, x)
-  except (ValueError, TypeError) as error:
-    raise ValueError(
-      f'precision: got {precision!r}, want None, "default", "high", "highest" or a jax.lax.Precision ({error})'
-    ) from None
-  return tuple(precision) if isinstance(precision, list) else precision
-
-
-def _tile_size(query: jax.Array, key: jax.Array, query_tiles: int, key_tiles: int) -> int:
   query_length, key_length = query.shape[1], key.shape[1]
   if query_tiles < 1 or key_tiles < 1 or query_length % query_tiles or not query_length:
     raise ValueError(
       f"query: got {query_length} tokens, want a multiple of the selection's {query_tiles} query tiles"
       f" ({key_tiles} key tiles); tile_tokens pads to whole tiles"
     )
-  tile_size = query_length // query_tiles
-  if key_length != key_tiles * tile_size:
+  problem = Problem.of(
+    query, key, query_tiles=query_tiles, key_tiles=key_tiles, width=selection.width
+  )
+  if key_length != key_tiles * problem.tile_size:
     raise ValueError(
-      f"key: got {key_length} tokens, want {key_tiles * tile_size}: the selection's {key_tiles} key tiles of"
-      f" {tile_size} tokens, query's tile size ({query_length} tokens in {query_tiles} tiles)"
+      f"key: got {key_length} tokens, want {key_tiles * problem.tile_size}: the selection's {key_tiles} key tiles"
+      f" of {problem.tile_size} tokens, query's tile size ({query_length} tokens in {query_tiles} tiles)"
     )
-  return tile_size
+  return problem
 
 
 def sizes_of(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
@@ -194,30 +141,22 @@ def sizes_of(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
 def _on_shards(
   attend: Any, placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection
 ) -> Any:
-  tokens, keys = placement.spec(query.shape, 0, 2), placement.spec(key.shape, 0, 2)
-  lists = jax.tree.map(lambda x: placement.spec(x.shape, 0, 1), selection)
-  jax.tree.map(
-    lambda name, x, spec: check_placement(placement, name, x, spec),
-    _names(selection),
-    selection,
-    lists,
-  )
-  sizes: Any = placement.spec((query.shape[0], 0), 0)
-  return placement.shard_map(
+  tokens, keys = placement.spec(query.shape, 2), placement.spec(key.shape, 2)
+  lists = jax.tree.map(lambda x: placement.spec(x.shape, 1), selection)
+  for name in ("indices", "counts"):
+    check_placement(placement, f"selection.{name}", getattr(selection, name), getattr(lists, name))
+  sizes: Any = placement.spec((query.shape[0], 0))
+  return shard_map(
+    placement.mesh,
     attend,
     (tokens, keys, keys, lists, Sizes(sizes, sizes)),
-    (tokens, placement.spec(query.shape[:3], 0, 2)),
+    (tokens, placement.spec(query.shape[:3], 2)),
   )
-
-
-def _names(selection: TileSelection) -> TileSelection:
-  leaves = ["selection.indices", "selection.counts"]
-  return jax.tree.unflatten(jax.tree.structure(selection), leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_local(
-  static: tuple[Implementation, float, Any],
+  static: Static,
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
@@ -258,9 +197,9 @@ def _attend_backward(static, residual, cotangents):
   implementation, scale, precision = static
   d_out, d_lse = cotangents
   out, lse = residual.out, residual.lse
-  delta = jnp.einsum(
-    "bqnh,bqnh->bnq", out.astype(lse.dtype), d_out.astype(lse.dtype)
-  ) - jnp.moveaxis(d_lse, 1, 2)
+  # A product and a sum: an einsum would round it to the backend's matmul precision.
+  delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1) - d_lse
+  delta = jnp.moveaxis(delta, 1, 2)
   delta = jnp.where(lse == -jnp.inf, 0, delta)
   gradients = implementation.backward(residual, d_out, delta, scale=scale, precision=precision)
   return (*gradients, None, None)

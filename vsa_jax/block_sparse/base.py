@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from vsa_jax.selection import TileSelection
 
@@ -27,6 +26,20 @@ class Problem:
   query_tiles: int  # Jq
   key_tiles: int  # Jk
   width: int  # W, of the lists
+
+  @classmethod
+  def of(cls, query: Any, key: Any, *, query_tiles: int, key_tiles: int, width: int) -> Problem:
+    """The facts of tiled operands: query [B, Jq*M, N, H], key [B, Jk*M, K, H]."""
+    batch, length, heads, head_dim = query.shape
+    size = length // query_tiles
+    return cls(
+      query.dtype, batch, heads, key.shape[2], head_dim, size, query_tiles, key_tiles, width
+    )
+
+  @property
+  def groups(self) -> int:
+    """Query heads per kv head."""
+    return self.heads // self.kv_heads
 
 
 class Sizes(NamedTuple):
@@ -54,6 +67,7 @@ class Implementation(Protocol):
   """One way to run the op.  Also the form of a user's own (`implementation=` takes the object).
 
   Inputs are checked before they arrive.  All arrays are BLNH.  A hashable object: it is a static argument.
+  `backward` may be None: then JAX differentiates `forward`.
   """
 
   name: str
@@ -85,14 +99,3 @@ class Implementation(Protocol):
     sum(out * d_out) - d_lse, 0 where lse is -inf: d_logits = p * (d_out . value - delta).
     """
     ...
-
-
-def accumulator(dtype: Any) -> Any:
-  """The dtype of sums, LSE, pooling and scores."""
-  return jnp.promote_types(dtype, jnp.float32)
-
-
-def valid_slots(sizes: jax.Array, tile_size: int) -> jax.Array:
-  """bool [B, J*M] of sizes [B, J]."""
-  valid = jnp.arange(tile_size) < sizes[..., None]
-  return valid.reshape(sizes.shape[0], sizes.shape[1] * tile_size)

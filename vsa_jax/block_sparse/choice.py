@@ -9,35 +9,29 @@ from typing import Any
 from vsa_jax.block_sparse.base import Implementation, Problem
 from vsa_jax.block_sparse.reference import Reference
 from vsa_jax.block_sparse.xla import Xla
-from vsa_jax.routing import has_auto_axes
 
 IMPLEMENTATIONS: dict[str, Implementation] = {i.name: i for i in (Xla(), Reference())}
 
-# Names of the design that this version has no code for.
-_ABSENT = {
-  "cpu": "the C++ kernel is not in this version of vsa_jax",
-  "pallas": "the Pallas kernels are not in this version of vsa_jax",
-  "cuda": "the CUDA kernels are not in this version of vsa_jax",
-  "cuda_sim": "the simulated Blackwell kernel is not in this version of vsa_jax",
-}
+# Names that are taken, without code in this version.
+_ABSENT = ("cpu", "pallas", "cuda", "cuda_sim")
+_NAMES = [*IMPLEMENTATIONS, *_ABSENT]
 
 # What None tries, best first.
 _AUTOMATIC = ("xla",)
 
 
-def choose(asked: Any, problem: Problem, *, placed: bool) -> Implementation:
+def choose(asked: Any, problem: Problem, *, partitioned: bool) -> Implementation:
   """The implementation for a call.
 
   Args:
     asked: the argument `implementation`.
     problem: the call.
-    placed: whether a shard_map of ours wraps the op.
+    partitioned: whether XLA may split the program over devices, with no shard_map of ours around the op.
 
   Raises:
     ValueError: something that is no implementation, or a named kernel in a program that XLA partitions.
     NotImplementedError: asked for by name, and cannot run; it says why, and which can.
   """
-  partitioned = has_auto_axes() and not placed
   if asked is None:
     if partitioned:
       warnings.warn(
@@ -73,11 +67,9 @@ def reason_against(item: Any, problem: Problem) -> str | None:
   """Why an implementation, by name or object, cannot run a call; None when it can."""
   if isinstance(item, str):
     if item in _ABSENT:
-      return _ABSENT[item]
+      return "it has no kernel in this version of vsa_jax"
     if item not in IMPLEMENTATIONS:
-      raise ValueError(
-        f"implementation: got {item!r}, want one of {[*IMPLEMENTATIONS, *_ABSENT]}, an object or None"
-      )
+      raise ValueError(f"implementation: got {item!r}, want one of {_NAMES}, an object or None")
     item = IMPLEMENTATIONS[item]
   try:
     hash(item)
@@ -90,16 +82,21 @@ def reason_against(item: Any, problem: Problem) -> str | None:
   ]
   if missing:
     raise ValueError(
-      f"implementation: got {item!r} without {missing}, want a name of {[*IMPLEMENTATIONS, *_ABSENT]}, None, or an"
+      f"implementation: got {item!r} without {missing}, want a name of {_NAMES}, None, or an"
       " object as vsa_jax.block_sparse.base.Implementation describes"
     )
   return item.supports(problem)
 
 
-def survey(problem: Problem) -> dict[str, str | None]:
-  """Every name, with the reason why it cannot run a call (None: it can)."""
-  names = dict.fromkeys([*_AUTOMATIC, *IMPLEMENTATIONS, *_ABSENT])
-  return {name: reason_against(name, problem) for name in names}
+def survey(asked: Any, problem: Problem) -> dict[Any, str | None]:
+  """Every name, and every object asked for, with the reason why it cannot run a call (None: it can)."""
+  several = isinstance(asked, Sequence) and not isinstance(asked, str)
+  items = [*(asked if several else [asked]), *_NAMES]
+  reasons: dict[Any, str | None] = {}
+  for item in items:
+    if item is not None:
+      reasons.setdefault(_name(item), reason_against(item, problem))
+  return reasons
 
 
 def _name(item: Any) -> Any:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vsa_jax.block_sparse.base import LOG2_E, Problem, Sizes, accumulator, valid_slots
+from vsa_jax.arguments import accumulator, valid_slots
+from vsa_jax.block_sparse.base import LOG2_E, Problem, Sizes
 from vsa_jax.selection import TileSelection
 
 

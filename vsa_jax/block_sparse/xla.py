@@ -1,4 +1,4 @@
-"""`xla`: pure JAX, one scan over query tiles, on any device XLA has.
+"""`xla`: pure JAX, a scan over query tiles, on any device XLA has.
 
 Forward: a step gathers the key and value tiles of one list, and makes one softmax over them.
 Backward: the same walk, recomputing the weights from the LSE; dK and dV are carried in the accumulator
@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from vsa_jax.block_sparse.base import LOG2_E, Problem, Residual, Sizes, accumulator
+from vsa_jax.arguments import accumulator
+from vsa_jax.block_sparse.base import LOG2_E, Problem, Residual, Sizes
 from vsa_jax.selection import TileSelection
 from vsa_jax.sharding import vary_over, varying_axes
 
@@ -44,7 +45,7 @@ class Xla:
     precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE; see `Implementation.forward`."""
-    shape = _Shape.of(query, key, selection)
+    shape = _problem(query, key, selection)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
 
@@ -61,7 +62,7 @@ class Xla:
 
     _, (out, lse) = _walk(dense_row, listed_row, None, (q,), selection, shape)
     lse = lse[..., 0]
-    valid = jnp.arange(shape.tile_size) < jnp.moveaxis(sizes.query, 1, 0)[:, :, None, None]
+    valid = _valid(sizes.query.T, shape)[:, :, None]  # [Jq, B, 1, M]
     out = jnp.where(valid[..., None], out, 0)
     lse = jnp.where(valid, lse, -jnp.inf)
     return _untile(out, shape).astype(query.dtype), _rows_to_tokens(lse)
@@ -71,7 +72,7 @@ class Xla:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value); see `Implementation.backward`."""
     query, key, value, selection, sizes, _, lse = residual
-    shape = _Shape.of(query, key, selection)
+    shape = _problem(query, key, selection)
     dtype = accumulator(query.dtype)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
@@ -110,27 +111,14 @@ class Xla:
     return d_query, d_key, d_value
 
 
-class _Shape(NamedTuple):
-  batch: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  query_tiles: int
-  key_tiles: int
-  tile_size: int
-
-  @classmethod
-  def of(cls, query: jax.Array, key: jax.Array, selection: TileSelection) -> _Shape:
-    batch, length, heads, head_dim = query.shape
-    tiles = selection.num_query_tiles
-    return cls(
-      batch, heads, key.shape[2], head_dim, tiles, selection.num_key_tiles, length // tiles
-    )
-
-  @property
-  def groups(self) -> int:
-    """Query heads per kv head."""
-    return self.heads // self.kv_heads
+def _problem(query: jax.Array, key: jax.Array, selection: TileSelection) -> Problem:
+  return Problem.of(
+    query,
+    key,
+    query_tiles=selection.num_query_tiles,
+    key_tiles=selection.num_key_tiles,
+    width=selection.width,
+  )
 
 
 # Attention of one row of tiles.  q [B, K, rows, H], k and v [B, K, columns, H], bias [B, 1 or K, columns]:
@@ -175,7 +163,7 @@ def _dot(subscripts, a, b, precision):
   )
 
 
-def _walk(dense_row, listed_row, carry, rows, selection: TileSelection, shape: _Shape):
+def _walk(dense_row, listed_row, carry, rows, selection: TileSelection, shape: Problem):
   """Scans dense rows, then listed rows, of arrays [Jq, B, N, M, last].
 
   dense_row sees the rows of all query heads of a kv head at once, [B, K, G*M, last]; listed_row those of
@@ -222,14 +210,14 @@ def _walk(dense_row, listed_row, carry, rows, selection: TileSelection, shape: _
 # Query side: [Jq, B, N, M, H].
 
 
-def _query_tiles(x: jax.Array, sizes: jax.Array | None, shape: _Shape) -> jax.Array:
+def _query_tiles(x: jax.Array, sizes: jax.Array | None, shape: Problem) -> jax.Array:
   x = x.reshape(shape.batch, shape.query_tiles, shape.tile_size, shape.heads, shape.head_dim)
   if sizes is not None:
     x = jnp.where(_valid(sizes, shape)[..., None, None], x, 0)
   return jnp.transpose(x, (1, 0, 3, 2, 4))
 
 
-def _tokens_to_rows(x: jax.Array, shape: _Shape) -> jax.Array:
+def _tokens_to_rows(x: jax.Array, shape: Problem) -> jax.Array:
   """[B, N, Jq*M] -> [Jq, B, N, M]."""
   return jnp.moveaxis(x.reshape(shape.batch, shape.heads, shape.query_tiles, shape.tile_size), 2, 0)
 
@@ -240,7 +228,7 @@ def _rows_to_tokens(x: jax.Array) -> jax.Array:
   return jnp.moveaxis(x, 0, 2).reshape(batch, heads, tiles * size)
 
 
-def _untile(x: jax.Array, shape: _Shape) -> jax.Array:
+def _untile(x: jax.Array, shape: Problem) -> jax.Array:
   """[Jq, B, N, M, H] -> [B, Jq*M, N, H]."""
   x = jnp.transpose(x, (1, 0, 3, 2, 4))
   return x.reshape(shape.batch, shape.query_tiles * shape.tile_size, shape.heads, x.shape[-1])
@@ -249,7 +237,7 @@ def _untile(x: jax.Array, shape: _Shape) -> jax.Array:
 # Key side: [B, K, Jk + 1, M, H]; padding is zeroed (0 * NaN is NaN), and the tile past the last is zero.
 
 
-def _key_tiles(x: jax.Array, sizes: jax.Array, shape: _Shape) -> jax.Array:
+def _key_tiles(x: jax.Array, sizes: jax.Array, shape: Problem) -> jax.Array:
   x = x.reshape(shape.batch, shape.key_tiles, shape.tile_size, shape.kv_heads, shape.head_dim)
   x = jnp.where(_valid(sizes, shape)[..., None, None], x, 0)
   return jnp.pad(jnp.transpose(x, (0, 3, 1, 2, 4)), [(0, 0), (0, 0), (0, 1), (0, 0), (0, 0)])
@@ -260,12 +248,13 @@ def _all(tiles: jax.Array) -> jax.Array:
   return tiles[:, :, :-1].reshape(batch, heads, (count - 1) * size, dim)
 
 
-def _slot_bias(sizes: jax.Array, shape: _Shape) -> jax.Array:
+def _slot_bias(sizes: jax.Array, shape: Problem) -> jax.Array:
   """[B, 1, Jk*M] of every key slot."""
   return jnp.where(_valid(sizes, shape), 0.0, -jnp.inf).reshape(shape.batch, 1, -1)
 
 
-def _valid(sizes: jax.Array, shape: _Shape) -> jax.Array:
+def _valid(sizes: jax.Array, shape: Problem) -> jax.Array:
+  """bool [..., M]."""
   return jnp.arange(shape.tile_size) < sizes[..., None]
 
 
@@ -279,7 +268,7 @@ class _Entries(NamedTuple):
   bias: jax.Array  # [B, K, (P + W) * M]
 
 
-def _entries(ids, counts, selection: TileSelection, sizes: jax.Array, shape: _Shape) -> _Entries:
+def _entries(ids, counts, selection: TileSelection, sizes: jax.Array, shape: Problem) -> _Entries:
   row = TileSelection(
     ids[:, :, None],
     counts[:, :, None],
@@ -308,7 +297,7 @@ def _gather(tiles: jax.Array, entries: _Entries) -> jax.Array:
   return kept.reshape(*kept.shape[:2], -1, kept.shape[-1])
 
 
-def _add(carry: jax.Array, update: jax.Array, entries: _Entries, shape: _Shape) -> jax.Array:
+def _add(carry: jax.Array, update: jax.Array, entries: _Entries, shape: Problem) -> jax.Array:
   """Adds the tiles of one row to theirs; ids past the last tile are dropped."""
   add = jax.vmap(
     jax.vmap(lambda carry, ids, new: carry.at[ids].add(new, mode="drop", unique_indices=True))
@@ -316,5 +305,5 @@ def _add(carry: jax.Array, update: jax.Array, entries: _Entries, shape: _Shape) 
   return add(carry, entries.ids, _in_tiles(update, shape))
 
 
-def _in_tiles(x: jax.Array, shape: _Shape) -> jax.Array:
+def _in_tiles(x: jax.Array, shape: Problem) -> jax.Array:
   return x.reshape(*x.shape[:2], -1, shape.tile_size, shape.head_dim)
