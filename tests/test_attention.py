@@ -354,3 +354,27 @@ def test_program_stays_small():
   # The scores, 1440^2 floats per head, are the largest table; nothing is J x J x M.
   memory = compiled.memory_analysis().temp_size_in_bytes
   assert memory < 40 * x.size * 2
+
+
+def test_explain_names_an_object_and_takes_shapes_alone():
+  class Mine:
+    name, forward, backward = "mine", None, None
+
+    def supports(self, problem):
+      return "it runs float64 only"
+
+  x = jax.ShapeDtypeStruct((1, LAYOUT.num_tokens, 2, 8), jnp.float32)
+  budget = jax.ShapeDtypeStruct((), jnp.int32)
+  text = str(
+    vsa_jax.explain(x, x, x, LAYOUT, topk=2, gate=x, budget=budget, implementation=(Mine(), "xla"))
+  )
+  assert "mine       no: it runs float64 only" in text
+  assert "xla        chosen" in text
+
+
+@pytest.mark.parametrize("sparsity", [jnp.float32(0.5), np.array(0.5), np.float16(0.5)])
+def test_a_sparsity_of_any_real_type(sparsity):
+  inputs = make(LAYOUT)
+  operands = [inputs[n] for n in ("query", "key", "value")]
+  got, want = (video_sparse_attention(*operands, LAYOUT, sparsity=s) for s in (sparsity, 0.5))
+  np.testing.assert_array_equal(got, want)

@@ -254,7 +254,9 @@ def test_wrong_arguments(options, message):
 
 
 def test_wrong_scores():
-  with pytest.raises(ValueError, match=r"scores: got float32\[1, 1, 3, 3\], want floating \[B, N, 22, 22\]"):
+  with pytest.raises(
+    ValueError, match=r"scores: got float32\[1, 1, 3, 3\], want floating \[B, N, 22, 22\]"
+  ):
     select_tiles(jnp.zeros((1, 1, 3, 3)), LAYOUT, topk=1)
 
 

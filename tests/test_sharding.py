@@ -1,5 +1,6 @@
 """Batch and heads over 8 fake devices: equal to one device, no collective, the named errors."""
 
+import contextlib
 import functools
 import re
 
@@ -235,26 +236,40 @@ def test_tiling_and_routing_keep_the_sharding(kind):
     np.testing.assert_array_equal(np.asarray(eager), np.asarray(want[2]))
 
 
-def test_auto_mesh_without_sharding_warns_and_is_right():
-  sharding = NamedSharding(mesh_of("auto"), P("b", None, "h"))
+@pytest.fixture(params=["set_mesh", "by the arrays alone"])
+def auto_mesh(request):
+  """An automatic mesh; jit learns of it from the context, or only from the types of its arguments."""
+  mesh = mesh_of("auto")
+  with jax.set_mesh(mesh) if request.param == "set_mesh" else contextlib.nullcontext():
+    yield mesh
+
+
+def test_auto_mesh_without_sharding_warns_and_is_right(auto_mesh):
+  sharding = NamedSharding(auto_mesh, P("b", None, "h"))
   arrays = [jax.device_put(x, sharding) for x in make()]
-  with jax.set_mesh(sharding.mesh), pytest.warns(UserWarning, match="pass sharding=NamedSharding"):
+  with pytest.warns(UserWarning, match="pass sharding=NamedSharding"):
     out = jax.jit(attend)(*arrays[:4])
   check(out, unsharded()[0])
+
+
+def test_select_tiles_in_auto_mode_has_no_collective(auto_mesh):
+  scores = jax.random.normal(jax.random.key(0), (4, 2, LAYOUT.num_tiles, LAYOUT.num_tiles))
+  scores = jax.device_put(scores, NamedSharding(auto_mesh, P("b", "h")))
+  select = jax.jit(lambda scores: vsa_jax.select_tiles(scores, LAYOUT, topk=2))
+  assert collectives(select.lower(scores).compile()) == []
 
 
 class _Kernel(vsa_jax.block_sparse.xla.Xla):
   name = "kernel"
 
 
-def test_named_kernel_in_auto_mode_wants_sharding():
-  sharding = NamedSharding(mesh_of("auto"), P("b", None, "h"))
+def test_named_kernel_in_auto_mode_wants_sharding(auto_mesh):
+  sharding = NamedSharding(auto_mesh, P("b", None, "h"))
   arrays = [jax.device_put(x, sharding) for x in make()]
   kernel = _Kernel()
-  with jax.set_mesh(sharding.mesh):
-    with pytest.raises(ValueError, match="sharding: got None for implementation 'kernel'"):
-      jax.jit(functools.partial(attend, implementation=kernel))(*arrays[:4])
-    out = jax.jit(functools.partial(attend, implementation=kernel, sharding=sharding))(*arrays[:4])
+  with pytest.raises(ValueError, match="sharding: got None for implementation 'kernel'"):
+    jax.jit(functools.partial(attend, implementation=kernel))(*arrays[:4])
+  out = jax.jit(functools.partial(attend, implementation=kernel, sharding=sharding))(*arrays[:4])
   check(out, unsharded()[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -68,8 +68,9 @@ def restore(
   check_configs(configs, _configs(model), zero_missing_gates=zero_missing_gates)
   saved = {_split(name): jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
   mine = flat_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-  gates = _gates(model) if zero_missing_gates else ()
-  check_params(mine, {**{k: v for k, v in mine.items() if k[:-1] in gates}, **saved})
+  gates = _gates(model)
+  zeroed = {k: v for k, v in mine.items() if k[:-1] in gates and zero_missing_gates}
+  check_params(mine, {**zeroed, **saved}, gates)
   target = _nested({k: _struct(v) for k, v in mine.items() if k in saved})
   with ocp.StandardCheckpointer() as checkpointer:
     params = checkpointer.restore(folder / "params", target)
@@ -91,44 +92,40 @@ def load_params(
   """
   state = nnx.state(model, nnx.Param)
   want, given = flat_params(nnx.to_pure_dict(state)), flat_params(params)
+  gates = _gates(model)
   if zero_missing_gates:
-    gates = _gates(model)
     zeros = {k: jax.numpy.zeros_like(v) for k, v in want.items() if k[:-1] in gates}
     given = {**zeros, **given}
-  check_params(want, given)
+  check_params(want, given, gates)
   nnx.replace_by_pure_dict(state, _nested(given))
   nnx.update(model, state)
 
 
-def check_params(wanted: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
+def check_params(
+  wanted: Mapping[Any, Any], given: Mapping[Any, Any], gates: Collection[Any]
+) -> None:
   """ValueError unless two trees of parameters have the same names and shapes.
 
   Args:
     wanted: the module's, by path (a tuple of names): arrays or shapes.
     given: the ones to load, likewise.
+    gates: the paths of the gate projections, for the remedy.
   """
-  missing = [_join(k) for k in wanted if k not in given]
-  surplus = [_join(k) for k in given if k not in wanted]
+  missing = [k for k in wanted if k not in given]
+  surplus = [k for k in given if k not in wanted]
   shapes = [
     f"{_join(k)}: got {list(given[k].shape)}, want {list(v.shape)}"
     for k, v in wanted.items()
     if k in given and given[k].shape != v.shape
   ]
   problems = []
-  if missing:
-    remedy = ""
-    if all("gate" in name.split("/") for name in missing):
-      remedy = (
-        " (weights without gates: zero_missing_gates=True, or build the module with use_gate=False)"
-      )
-    problems.append(f"missing {missing}{remedy}")
-  if surplus:
-    remedy = (
-      " (gates that would be lost: build the module with use_gate=True)"
-      if any("gate" in name.split("/") for name in surplus)
-      else ""
-    )
-    problems.append(f"surplus {surplus}{remedy}")
+  for what, names, remedy in (
+    ("missing", missing, "weights without gates: zero_missing_gates=True, or use_gate=False"),
+    ("surplus", surplus, "gates that would be lost: build the module with use_gate=True"),
+  ):
+    if names:
+      only_gates = all(name[:-1] in gates for name in names)
+      problems.append(f"{what} {[*map(_join, names)]}" + (f" ({remedy})" if only_gates else ""))
   if shapes:
     problems.append(f"of another shape {shapes}")
   if problems:

@@ -67,7 +67,7 @@ def reason_against(item: Any, problem: Problem) -> str | None:
   """Why an implementation, by name or object, cannot run a call; None when it can."""
   if isinstance(item, str):
     if item in _ABSENT:
-      return "it has no kernel in this version of vsa_jax"
+      return "it is not in this version of vsa_jax"
     if item not in IMPLEMENTATIONS:
       raise ValueError(f"implementation: got {item!r}, want one of {_NAMES}, an object or None")
     item = IMPLEMENTATIONS[item]
