@@ -18,7 +18,7 @@ def draw(
   out: pathlib.Path, clip: Clip, layout: TileLayout, arrays: dict[str, Any], report: dict[str, Any]
 ) -> None:
   """Writes four PNGs of what `compare` returned."""
-  tiles = _tile_of_pixels(layout)
+  tiles = tile_of_pixels(layout)
   figures = {
     "frames.png": _draw_frames(clip, arrays, report),
     "block_map.png": _draw_block_map(clip, tiles, arrays),
@@ -32,7 +32,7 @@ def draw(
 # Where tiles are.  Videos of one tile's frames are a slab.
 
 
-def _tile_of_pixels(layout: TileLayout) -> np.ndarray:
+def tile_of_pixels(layout: TileLayout) -> np.ndarray:
   """int [T, Y, X]: the tile of each pixel of a window."""
   (grid,) = layout.segments
   tiles = (layout.slots // layout.tile_size).reshape(grid)
@@ -52,10 +52,10 @@ def _frames(slab: np.ndarray) -> str:
 # Drawing.
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: float, height: float, layout: Any = "constrained") -> Any:
   from matplotlib.figure import Figure
 
-  return Figure(figsize=(width, height), layout="constrained")
+  return Figure(figsize=(width, height), layout=layout)
 
 
 def _show(axes: Any, image: np.ndarray, **options: Any) -> None:
@@ -144,7 +144,7 @@ def _draw_coverage(clip: Clip, tiles: np.ndarray, arrays: dict[str, Any]) -> Any
   slabs = _slabs(tiles)
   height, width = clip.frames.shape[1:3]
   names = ("swapped in", "trained on")
-  figure = _figure(3.4 * len(slabs) + 2, 3 * (3.4 * height / width + 0.35))
+  figure = _figure(3.4 * len(slabs) + 2, 3 * (3.4 * height / width + 0.35), "compressed")
   axes = figure.subplots(3, len(slabs), squeeze=False)
   values = np.concatenate([arrays[name] for name in names])
   scale = {"vmin": float(values.min()), "vmax": float(values.max()), "cmap": "viridis"}
@@ -197,7 +197,7 @@ def _draw_training(arrays: dict[str, Any], report: dict[str, Any]) -> Any:
   )
   times.bar_label(bars, fmt="%.0f ms", padding=3, fontsize=8)
   times.invert_yaxis()
-  times.margins(x=0.2)
+  times.margins(x=0.25)
   times.set(xlabel="milliseconds, median", title="Training step")
 
   sweep = report["budgets"]

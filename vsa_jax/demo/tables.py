@@ -66,6 +66,10 @@ A run this small shows how the pieces work and what a step costs here. It learns
 frames are of the same scene), a few percent of loss are noise, and it says nothing about the quality of a large
 model."""
   )
+  if steps["dense"] < 40:
+    print(
+      f"{steps['dense']} dense steps leave it all but untrained; --seconds or --steps takes more."
+    )
 
 
 def _row(name: str, *values: str) -> None:

@@ -102,7 +102,9 @@ def train(
       variant.step(_batch(options, clip, step), 0.0)
     costs.append(min(variant.seconds[1:]))
 
-  now, end = time.perf_counter(), start + 0.7 * options.seconds  # the rest is for the comparison
+  now = time.perf_counter()
+  # The comparison compiles about as much as was compiled until here.
+  end = start + options.seconds - max(0.3 * options.seconds, now - start)
   both = 2 * costs[0] + sum(costs)  # two dense steps, then one of each
   first = options.steps or 2 * int(np.clip((end - now) / both, 4, 500))
   pause = now + (end - now) * 2 * costs[0] / both
