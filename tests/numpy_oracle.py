@@ -30,7 +30,7 @@ class Tiles:
 
 
 def cut(segments, tile):
-  """Spec 1.2 and 1.3, one token at a time."""
+  """Rules 1.2 and 1.3, one token at a time."""
   size, start, prefix, videos = math.prod(tile), 0, [], []
   for segment in segments:
     if isinstance(segment, int):
@@ -130,7 +130,7 @@ def tile_scores(query, key, tiles, scale=None, valid=None):
 
 
 def route(scores, tiles, keep):
-  """bool [B, N, J, J]: the prefix, and the `keep` best tiles of every region (spec 2.4, "exempt")."""
+  """bool [B, N, J, J]: the prefix, and the `keep` best tiles of every region (rules 2.4, "exempt")."""
   mask = np.zeros(scores.shape, bool)
   mask[..., : tiles.num_prefix] = True
   mask[:, :, : tiles.num_prefix] = True

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from vsa_jax import TileLayout, demo, tile_tokens, untile_tokens
+from vsa_jax.demo import clip as demo_clip
+from vsa_jax.demo import pictures
 from vsa_jax.examples import video_dit
 from vsa_jax.examples.video_dit import VideoDiT
 
@@ -204,8 +206,19 @@ def test_demo_end_to_end(clip, tmp_path, capsys):
 
   text = capsys.readouterr().out
   assert "square.mp4: 18 frames of 32 x 48 pixels" in text
-  assert "chosen" in text
-  assert "sparse + gate" in text
+  assert "  xla        chosen" in text
+  assert numbers["implementation"] == "xla"
+  assert "After 2 steps more" in text
+  for word in ("tile pairs kept", "coverage", "output error", "held-out loss", "denoised"):
+    assert f"\n{word:<17}" in text  # each is explained
+  assert "4 dense steps leave it all but untrained" in text
+
+
+def test_the_tile_of_a_pixel():
+  tiles = pictures.tile_of_pixels(TileLayout([(3, 3, 5)], (2, 2, 2)))  # 2 x 2 x 3 tiles, ragged
+  t, y, x = (np.arange(n) // (2 * p) for n, p in zip(tiles.shape, demo_clip.PATCH, strict=True))
+  assert tiles.shape == (3, 12, 20)
+  np.testing.assert_array_equal(tiles, (t[:, None, None] * 2 + y[:, None]) * 3 + x)
 
 
 def test_reading_a_clip(clip, tmp_path):

@@ -1,4 +1,4 @@
-"""The worked examples and numeric oracles of the VSA specification (sections 1.6, 1.8, 2.3, 2.6, 12)."""
+"""The worked examples and numeric oracles of docs/rules.md (1.6, 1.8, 2.3, 2.6, 12)."""
 
 import fractions
 import math
@@ -191,7 +191,7 @@ def test_budget_is_exact(sparsity):
   want = [max(1, min(math.ceil((1 - exact) * n), n)) for n in counts.tolist()]
   for number in (float, np.float32, np.float64):
     assert [tile_budget(number(sparsity), n) for n in counts.tolist()] == want
-  # Where plain float64 overshoots (spec 2.3); the test would be idle if it did not.
+  # Where plain float64 overshoots (rules 2.3); the test would be idle if it did not.
   overshoot = counts[np.ceil((1 - float(sparsity)) * counts).clip(1, counts) != want]
   step = {"0.7": 10, "0.85": 20, "0.95": 20}.get(sparsity)
   if step is not None:
@@ -239,7 +239,7 @@ def test_compete_policy():
 
 
 def test_pair_counts():
-  # 4 tiles of 16 tokens, 2 kept per row (article, section 7).
+  # 4 tiles of 16 tokens, 2 kept per row (rules 12).
   layout = TileLayout([(4, 4, 4)], (4, 2, 2))
   x = jax.ShapeDtypeStruct((1, 64, 1, 8), jnp.float32)
   assert layout.num_tokens**2 == 4096

@@ -1,4 +1,4 @@
-"""The tour prints what the spec works out by hand, and the command line behaves."""
+"""The tour prints what docs/rules.md works out by hand, and the command line behaves."""
 
 import pytest
 

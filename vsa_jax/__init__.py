@@ -1,4 +1,7 @@
-"""Video Sparse Attention for JAX: tiles, routing and block-sparse attention for video diffusion transformers."""
+"""Video Sparse Attention for JAX: tiles, routing and block-sparse attention for video diffusion transformers.
+
+`rules N` in docstrings is section N of docs/rules.md, in the source tree.
+"""
 
 from vsa_jax import checkpoints as checkpoints
 from vsa_jax import linen as linen

@@ -68,7 +68,7 @@ def video_sparse_attention(
   sharding: jax.sharding.NamedSharding | None = None,
   return_aux: bool = False,
 ) -> Any:
-  """Video Sparse Attention of one packed sequence (arXiv 2505.13389; spec 1-4).
+  """Video Sparse Attention of one packed sequence (arXiv 2505.13389; rules 1-4).
 
   Prefix (text, audio, image) queries see everything.  A video query tile sees the whole prefix and, of
   each video region, the tiles whose mean key scores highest with its mean query; attention over what is
@@ -89,7 +89,7 @@ def video_sparse_attention(
       for all tokens of a tile.  A gate of zeros gives the same output as None, and still has a gradient.
       Other packages add the coarse branch at weight 1 when the gate is left out; this one does not.
     tiled: query, key, value, the gate, the output and Aux.lse are in tiled order.
-    prefix: "exempt", or "compete" (spec 2.4; one video region).
+    prefix: "exempt", or "compete" (rules 2.4; one video region).
     tile_sizes: int [J] or [B, J], valid tokens of each tile where samples differ, see
       `TileLayout.tile_sizes_for`; default layout.tile_sizes.
     scale: static real > 0, of attention, routing and coarse branch; default H**-0.5.

@@ -38,7 +38,7 @@ class TileLayout:
   Two layouts of equal segments and tile are equal, hash equal and cause one trace: the layout passes as
   an ordinary argument through jit, scan, vmap, remat and the Flax transforms.
 
-  Rules (spec 1.2, 1.3): a tile never straddles a segment; all dense chunks come first, in packed order,
+  Rules 1.2 and 1.3: a tile never straddles a segment; all dense chunks come first, in packed order,
   then each video region, in packed order, its tiles ordered as tokens are (T slowest, W fastest).  Edge
   tiles are compact: their valid tokens fill the first slots, padding the rest.
 

@@ -31,7 +31,7 @@ class VSAAttention(nnx.Module):
     y = attn(x, layout)  # x, y [B, layout.num_tokens, 512]
 
   The gate's projection starts at zero, so a new module (or one whose weights come from a model without
-  gates) computes its sparse branch alone, and learns how much of the coarse branch to add (spec 4).
+  gates) computes its sparse branch alone, and learns how much of the coarse branch to add (rules 4).
 
   Args:
     num_heads: N, query heads.

@@ -33,7 +33,7 @@ from vsa_jax.sharding import has_auto_axes, on_own_shards
 
 
 def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax.Array:
-  """The mean of each tile over its valid tokens (spec 2.1).
+  """The mean of each tile over its valid tokens (rules 2.1).
 
   Args:
     xt: [B, P, N, H], tiled (see `tile_tokens`).  Padding may hold anything, NaN included.
@@ -76,7 +76,7 @@ def routing_scores(
   *,
   tile_sizes: Any = None,
 ) -> jax.Array:
-  """scale * mean(query tile) . mean(key tile), at Precision.HIGHEST (spec 2.2).
+  """scale * mean(query tile) . mean(key tile), at Precision.HIGHEST (rules 2.2).
 
   Equal to the mean of all scaled token logits of the two tiles, since the dot product is linear.
 
@@ -120,7 +120,7 @@ def tile_budget(sparsity: float, num_tiles: int) -> int:
   """How many of num_tiles a sparsity keeps: max(1, min(ceil((1 - s) n), n)), in exact arithmetic.
 
   The sparsity is read as the nearest fraction of denominator <= 10 000, so that 0.7 of 10 keeps 3 (binary
-  floating point gives 4) and np.float32(0.9) of 640 keeps 64 (spec 2.3).
+  floating point gives 4) and np.float32(0.9) of 640 keeps 64 (rules 2.3).
 
   Args:
     sparsity: the share to drop, a static real in [0, 1].
@@ -178,7 +178,7 @@ def select_tiles(
   budget: Any = None,
   prefix: str = "exempt",
 ) -> TileSelection:
-  """Ranks key tiles for every video query tile, per video region (spec 2.4).
+  """Ranks key tiles for every video query tile, per video region (rules 2.4).
 
   Prefix query tiles keep everything.  A video query tile keeps the whole prefix ("exempt") and, of each
   video region, the tiles of the highest scores.  Equal scores go to the lower tile, NaN counts as -inf

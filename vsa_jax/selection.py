@@ -143,7 +143,7 @@ class TileSelection:
     return jnp.concatenate([dense, lists], axis=2)
 
   def to_q2k(self) -> tuple[jax.Array, jax.Array]:
-    """The reference implementation's table (spec 2.6): (q2k_idx, q2k_num).
+    """The reference implementation's table (rules 2.6): (q2k_idx, q2k_num).
 
     Returns:
       q2k_idx int32 [B, N, Jq, Jk]: the kept key tiles of every query tile, ascending, then -1.

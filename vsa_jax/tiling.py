@@ -1,7 +1,7 @@
 """Packed order to tiled order and back, by split, reshape, transpose, pad and concatenate.
 
 No gather, scatter or index table in either direction, so gradients and forward mode come for free and the
-program stays small at any grid (spec 1.4).
+program stays small at any grid (rules 1.4).
 """
 
 from __future__ import annotations

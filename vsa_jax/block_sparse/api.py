@@ -47,7 +47,7 @@ def block_sparse_attention(
   sharding: jax.sharding.NamedSharding | None = None,
   return_lse: bool = False,
 ) -> Any:
-  """Exact softmax attention of every query tile over the key tiles it keeps (spec 3).
+  """Exact softmax attention of every query tile over the key tiles it keeps (rules 3).
 
   Letters: B batch, N query heads, K kv heads, H head dim; Jq and Jk query and key tiles of M slots each.
 

@@ -5,8 +5,8 @@ patchify and untiled once before unpatchify; between the two no layer moves a to
 
     video -> patchify -> tile_tokens -> block, block, ... -> untile_tokens -> unpatchify -> velocity
 
-Letters: B batch, T H W C the video; L tokens, P padded tokens in tiled order; D features, N heads, K
-features of a head.
+Letters: a video is [B, T, Y, X, C]: batch, frames, rows, columns, channels.  L tokens, P padded tokens in
+tiled order; D features; N heads of H features each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VideoDiT(nnx.Module):
   Example::
 
     model = VideoDiT(sparsity=0.8, rngs=nnx.Rngs(0))
-    velocity = model(video, time)  # both videos [B, T, H, W, 3]; time [B], 0 clean to 1 noise
+    velocity = model(video, time)  # both videos [B, T, Y, X, 3]; time [B], 0 clean to 1 noise
 
   One model takes videos of any size that the patch divides; the tile need not divide the token grid.
 
@@ -43,8 +43,8 @@ class VideoDiT(nnx.Module):
 
   Args:
     channels: C.
-    patch: (pT, pH, pW), the pixels of a token.
-    tile: (bT, bH, bW), the tokens of a tile.
+    patch: (frames, rows, columns) of pixels that make a token.
+    tile: (frames, rows, columns) of tokens that make a tile, as in TileLayout.
     features: D.
     num_heads: N.
     depth: the number of blocks.
@@ -99,7 +99,7 @@ class VideoDiT(nnx.Module):
     self.head = nnx.Linear(features, channels * math.prod(patch), kernel_init=_zeros, rngs=rngs)
 
   def layout(self, video_shape: tuple[int, ...]) -> TileLayout:
-    """The geometry of a video [B, T, H, W, C]: its tokens along T, H and W, cut in tiles."""
+    """The geometry of a video [B, T, Y, X, C]: its grid of tokens, cut in tiles."""
     grid = tuple(n // p for n, p in zip(video_shape[1:4], self.patch, strict=True))
     return TileLayout([grid], self.tile)
 
@@ -115,7 +115,7 @@ class VideoDiT(nnx.Module):
     """Velocity of a noised video.
 
     Args:
-      video: [B, T, H, W, C].
+      video: [B, T, Y, X, C].
       time: [B], the flow time of each sample.
       sparsity: instead of the model's.
       budget: ints, broadcastable to [B, N, tiles, 1]: how many key tiles a query tile keeps, at most
@@ -123,7 +123,7 @@ class VideoDiT(nnx.Module):
       return_aux: also return the vsa_jax.Aux of the blocks, each array with a leading axis of depth.
 
     Returns:
-      velocity [B, T, H, W, C], or (velocity, Aux).
+      velocity [B, T, Y, X, C], or (velocity, Aux).
     """
     layout = self.layout(video.shape)
     position_fn = rotary_3d(layout, self.head_dim)
@@ -150,7 +150,7 @@ class VideoDiT(nnx.Module):
     return tile_tokens(x, layout), self.time_embed(time)
 
   def unembed(self, x: jax.Array, condition: jax.Array, video_shape: tuple[int, ...]) -> jax.Array:
-    """Tokens [B, P, D] in tiled order -> the clean video, as estimated, [B, T, H, W, C]."""
+    """Tokens [B, P, D] in tiled order -> the clean video, as estimated, [B, T, Y, X, C]."""
     shift, scale = jnp.split(self.modulation(condition)[:, None], 2, axis=-1)
     x = self.head(_modulate(self.norm(x), shift, scale))
     return unpatchify(untile_tokens(x, self.layout(video_shape)), video_shape, self.patch)
@@ -203,46 +203,46 @@ class TimeEmbedding(nnx.Module):
 
 
 def patchify(video: jax.Array, patch: tuple[int, int, int]) -> jax.Array:
-  """[B, T, H, W, C] -> [B, L, pT*pH*pW*C], tokens T slowest and W fastest."""
+  """[B, T, Y, X, C] -> [B, L, pixels of a patch * C], tokens T slowest and X fastest."""
   batch, *sides, channels = video.shape
   if any(n % p for n, p in zip(sides, patch, strict=True)):
     raise ValueError(
       f"video: got {sides} frames, rows and columns, want multiples of the patch {patch}; crop or resize it"
     )
-  (t, a), (h, b), (w, c) = ((n // p, p) for n, p in zip(sides, patch, strict=True))
-  x = video.reshape(batch, t, a, h, b, w, c, channels).transpose(0, 1, 3, 5, 2, 4, 6, 7)
-  return x.reshape(batch, t * h * w, a * b * c * channels)
+  (t, a), (y, b), (x, c) = ((n // p, p) for n, p in zip(sides, patch, strict=True))
+  video = video.reshape(batch, t, a, y, b, x, c, channels).transpose(0, 1, 3, 5, 2, 4, 6, 7)
+  return video.reshape(batch, t * y * x, a * b * c * channels)
 
 
 def unpatchify(
-  x: jax.Array, video_shape: tuple[int, ...], patch: tuple[int, int, int]
+  tokens: jax.Array, video_shape: tuple[int, ...], patch: tuple[int, int, int]
 ) -> jax.Array:
-  """The inverse of `patchify`: [B, L, pT*pH*pW*C] -> [B, T, H, W, C]."""
+  """The inverse of `patchify`."""
   batch, *sides, channels = video_shape
-  (t, a), (h, b), (w, c) = ((n // p, p) for n, p in zip(sides, patch, strict=True))
-  x = x.reshape(batch, t, h, w, a, b, c, channels).transpose(0, 1, 4, 2, 5, 3, 6, 7)
-  return x.reshape(batch, *sides, channels)
+  (t, a), (y, b), (x, c) = ((n // p, p) for n, p in zip(sides, patch, strict=True))
+  video = tokens.reshape(batch, t, y, x, a, b, c, channels).transpose(0, 1, 4, 2, 5, 3, 6, 7)
+  return video.reshape(batch, *sides, channels)
 
 
 def rotary_3d(layout: TileLayout, head_dim: int) -> Callable[[jax.Array], jax.Array]:
-  """A rotary embedding of the places (t, h, w) of one video's tokens, for tokens in tiled order.
+  """A rotary embedding of the places (t, y, x) of one video's tokens, for tokens in tiled order.
 
   The angles are tiled as the tokens are, so a token keeps its place in the video wherever it sits in
   memory.
 
   Args:
     layout: of a single video.
-    head_dim: K, even.
+    head_dim: H, even.
 
   Returns:
-    x [B, P, N, K] -> [B, P, N, K], a `jax.tree_util.Partial`, which crosses jit, remat and scan.
+    x [B, P, N, H] -> [B, P, N, H], a `jax.tree_util.Partial`, which crosses jit, remat and scan.
   """
   angles = tile_tokens(_place_angles(layout, head_dim // 2), layout)
   return jax.tree_util.Partial(_rotate, angles[:, :, None])
 
 
 def _place_angles(layout: TileLayout, pairs: int, base: float = 100.0) -> jax.Array:
-  """[1, L, pairs]: a third of the angles (about) each for a token's t, h and w.
+  """[1, L, pairs]: a third of the angles (about) each for a token's t, y and x.
 
   The slowest turns by about 1 / base per token; a video's grid is short next to a text.
   """
@@ -258,7 +258,7 @@ def _place_angles(layout: TileLayout, pairs: int, base: float = 100.0) -> jax.Ar
 
 
 def _rotate(angles: jax.Array, x: jax.Array) -> jax.Array:
-  """Turns each pair of x [B, P, N, K] by angles [1, P, 1, K / 2]."""
+  """Turns each pair of x [B, P, N, H] by angles [1, P, 1, H / 2]."""
   a, b = jnp.split(x, 2, axis=-1)
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
