@@ -58,7 +58,9 @@ def _check(options: argparse.Namespace) -> None:
       raise ValueError(f"--{name}: got {value}, want at least {least}")
   if not 0 < options.sparsity < 1:
     raise ValueError(f"--sparsity: got {options.sparsity}, want a share between 0 and 1")
-  missing = [name for name in ("av", "matplotlib", "tqdm") if not importlib.util.find_spec(name)]
+  missing = [
+    name for name in ("av", "matplotlib", "optax", "tqdm") if not importlib.util.find_spec(name)
+  ]
   if missing:
     raise ValueError(f"the demo needs {', '.join(missing)}: pip install 'vsa_jax[demo]'")
 

@@ -37,9 +37,9 @@ class VideoDiT(nnx.Module):
 
   One model takes videos of any size that the patch divides; the tile need not divide the token grid.
 
-  To add text (or audio, or images): embed it to [B, S, D], concatenate it before the video's tokens,
-  tile with TileLayout([S, grid], tile), and drop the first S tokens after untile_tokens.  Such tokens
-  see everything and every query sees them.
+  To add text (or audio, or images): embed it, with its own positions, to [B, S, D], concatenate it before
+  the video's tokens, tile with TileLayout([S, grid], tile), and drop the first S tokens after
+  untile_tokens.  Such tokens see everything and every query sees them.
 
   Args:
     channels: C.
@@ -225,13 +225,13 @@ def unpatchify(
 
 
 def rotary_3d(layout: TileLayout, head_dim: int) -> Callable[[jax.Array], jax.Array]:
-  """A rotary embedding of the places (t, y, x) of one video's tokens, for tokens in tiled order.
+  """A rotary embedding of the places (t, y, x) of a video's tokens, for tokens in tiled order.
 
   The angles are tiled as the tokens are, so a token keeps its place in the video wherever it sits in
   memory.
 
   Args:
-    layout: of a single video.
+    layout: dense segments are not turned.
     head_dim: H, even.
 
   Returns:
@@ -242,19 +242,20 @@ def rotary_3d(layout: TileLayout, head_dim: int) -> Callable[[jax.Array], jax.Ar
 
 
 def _place_angles(layout: TileLayout, pairs: int, base: float = 100.0) -> jax.Array:
-  """[1, L, pairs]: a third of the angles (about) each for a token's t, y and x.
+  """[1, L, pairs]: a third of the angles (about) each for a token's t, y and x; 0 for text.
 
   The slowest turns by about 1 / base per token; a video's grid is short next to a text.
   """
-  (grid,) = layout.segments
-  axes = (jnp.arange(n, dtype=jnp.float32) for n in grid)  # type: ignore[union-attr]
-  places = jnp.stack(jnp.meshgrid(*axes, indexing="ij"), axis=-1).reshape(1, -1, 3)
   shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
-  angles = [
-    places[..., axis, None] * base ** -(jnp.arange(share) / share)
-    for axis, share in enumerate(shares)
-  ]
-  return jnp.concatenate(angles, axis=-1)
+
+  def angles(segment):
+    if isinstance(segment, int):
+      return jnp.zeros((segment, pairs))
+    axes = jnp.meshgrid(*map(jnp.arange, segment), indexing="ij")
+    turns = [base ** -(jnp.arange(share) / share) for share in shares]
+    return jnp.concatenate([a.reshape(-1, 1) * t for a, t in zip(axes, turns, strict=True)], axis=1)
+
+  return jnp.concatenate([angles(segment) for segment in layout.segments])[None]
 
 
 def _rotate(angles: jax.Array, x: jax.Array) -> jax.Array:
