@@ -151,5 +151,17 @@ def test_wrong_tables_are_named(selection, message):
     attend(selection)
 
 
-def test_junk_past_the_counts_is_fine():
-  attend(table(FOUR + 99, 0 * ONES))
+def test_junk_past_the_counts_is_not_read():
+  rng = np.random.default_rng(0)
+  operands = [jnp.asarray(rng.standard_normal((1, 8, 1, 4)), jnp.float32) for _ in range(3)]
+  ids = np.array([[2, 1], [3, 0], [1, 2], [0, 3]])[None, None]
+  counts = np.array([[[2, 1, 0, 1]]])
+  attend = lambda ids: block_sparse_attention(*operands, table(ids, counts), return_lse=True)
+  past = np.arange(2) >= counts[..., None]
+  out, lse = attend(np.where(past, 4, ids))
+  for junk in (99, -7, 0):
+    for got, want in zip(attend(np.where(past, junk, ids)), (out, lse), strict=True):
+      np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(out[:, 4:6], 0.0)  # row 2 counts nothing
+  np.testing.assert_array_equal(lse[:, 4:6], -np.inf)
+  assert np.abs(out).max() > 0.1
