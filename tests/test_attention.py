@@ -313,6 +313,7 @@ def test_explain():
     "xla        chosen",
     "cuda       no:",
     jax.__version__,
+    f"{jax.device_count()} x {jax.devices()[0].device_kind}",
   ):
     assert word in text
   assert (
