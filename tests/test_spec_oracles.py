@@ -167,6 +167,10 @@ def test_budgets():
   assert tile_budget(0.9, 630) == 63
   assert tile_budget(0.875, 256) == 32
   assert [tile_budget(s, 8) for s in (0, 0.0, 1, 1.0)] == [8, 8, 1, 1]
+  for thousandths in range(1001):
+    for number in (float, np.float32):
+      kept = tile_budget(number(thousandths / 1000), 1440)
+      assert kept == max(1, -((thousandths - 1000) * 1440 // 1000))
 
 
 EXACT = {"0.5", "0.6", "0.75", "0.8", "0.875", "0.9"}  # so says plain float64 for all n (spec 2.3)
