@@ -129,16 +129,22 @@ def tile_scores(query, key, tiles, scale=None, valid=None):
   return scores
 
 
-def route(scores, tiles, keep):
-  """bool [B, N, J, J]: the prefix, and the `keep` best tiles of every region (rules 2.4, "exempt")."""
+def route(scores, tiles, keep, *, compete=False):
+  """bool [B, N, J, J]: the prefix, and the `keep` best tiles of every region (rules 2.4, "exempt").
+
+  keep: ints that broadcast to [B, N, J, regions].  With "compete" prefix and video are one region.
+  NaN ranks last, a tie goes to the lower tile.
+  """
+  scores = np.where(np.isnan(scores), -np.inf, scores)
   mask = np.zeros(scores.shape, bool)
-  mask[..., : tiles.num_prefix] = True
+  mask[..., : tiles.num_prefix] = not compete
   mask[:, :, : tiles.num_prefix] = True
-  keep = [keep] * len(tiles.spans) if np.ndim(keep) == 0 else keep
-  for (start, stop), k in zip(tiles.spans, keep, strict=True):
-    best = np.argsort(-scores[..., start:stop], axis=-1, kind="stable")[..., :k] + start
-    np.put_along_axis(mask, best, True, axis=-1)
-  mask[:, :, : tiles.num_prefix] = True
+  spans = [(0, scores.shape[3])] if compete else tiles.spans
+  keep = np.broadcast_to(keep, (*scores.shape[:3], len(spans)))
+  for region, (start, stop) in enumerate(spans):
+    best = np.argsort(-scores[..., start:stop], axis=-1, kind="stable")
+    place = np.argsort(best, axis=-1)
+    mask[..., start:stop] |= place < keep[..., region, None]
   return mask
 
 

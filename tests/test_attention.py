@@ -313,6 +313,7 @@ def test_explain():
     "xla        chosen",
     "cuda       no:",
     jax.__version__,
+    f"{jax.device_count()} x {jax.devices()[0].device_kind}",
   ):
     assert word in text
   assert (
@@ -326,34 +327,6 @@ def test_explain_counts_what_a_call_keeps():
   _, aux = video_sparse_attention(Q, K, V, LAYOUT, topk=(1, 2), return_aux=True)
   told = vsa_jax.explain(Q, K, V, LAYOUT, topk=(1, 2))
   assert told.kept_pairs == int(np.asarray(aux.selection.to_mask())[0, 0].sum())
-
-
-def test_program_stays_small():
-  """The (21, 45, 80) grid, forward and backward: text below 5 MB, compiled within a minute."""
-  import time
-
-  layout = TileLayout([(21, 45, 80)], (4, 4, 4))
-  x = jax.ShapeDtypeStruct((1, layout.num_tokens, 2, 64), jnp.bfloat16)
-
-  @jax.jit
-  def both(q, k, v, g):
-    f = lambda *a: video_sparse_attention(*a[:3], layout, sparsity=0.9, gate=a[3])
-    out, vjp = jax.vjp(f, q, k, v, g)
-    return vjp(out)
-
-  start = time.perf_counter()
-  lowered = both.lower(x, x, x, x)
-  compiled = lowered.compile()
-  assert time.perf_counter() - start < 60
-  assert len(lowered.as_text()) < 5e6
-  assert len(compiled.as_text()) < 5e6
-  for text in (lowered.as_text(), compiled.as_text()):
-    for square in (75600, 92160, 1440 * 64 * 1440):
-      assert f"{square}x{square}" not in text
-      assert f"{square},{square}" not in text
-  # The scores, 1440^2 floats per head, are the largest table; nothing is J x J x M.
-  memory = compiled.memory_analysis().temp_size_in_bytes
-  assert memory < 40 * x.size * 2
 
 
 def test_explain_names_an_object_and_takes_shapes_alone():

@@ -1,11 +1,26 @@
 """The contract of vsa_jax.testing, for every implementation of this version."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from vsa_jax.testing import CASES, ImplementationContract, Results, make_inputs, run, run_reference
+from vsa_jax.testing import (
+  CASES,
+  Case,
+  ImplementationContract,
+  Results,
+  assert_close,
+  make_inputs,
+  run,
+  run_reference,
+  run_twin,
+)
 
 
 class TestXla(ImplementationContract):
@@ -68,3 +83,32 @@ def test_xla_float64(case):
     for name, a, b in zip(Results._fields, got, want, strict=True):
       assert a.dtype == jnp.float64
       np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+# One shape, so one program: 4 lists of 3 entries over 5 key tiles, of which tile 0 is the prefix.
+LISTS = make_inputs(Case("lists", prefix=1, dense=1, ragged=True), 4, 8, jnp.float32)
+IDS = st.integers(-3, 8) | st.sampled_from([2**31 - 1, -(2**31)])
+
+
+@settings(max_examples=60)
+@given(
+  arrays(np.int32, (1, 2, 4, 3), elements=IDS),
+  arrays(np.int32, (1, 2, 4), elements=st.integers(-2, 6)),
+)
+def test_any_traced_table(ids, counts):
+  """Counts clip to [0, W], an id out of range keeps no key, a duplicate counts twice."""
+  clean = np.full_like(ids, 5)
+  kept = np.zeros_like(counts)
+  for at in np.ndindex(counts.shape):
+    row = [i for i in ids[at][: max(0, counts[at])] if 1 <= i < 5]
+    kept[at] = len(row)
+    clean[at][: len(row)] = row
+  with_table = lambda ids, counts: LISTS._replace(
+    selection=dataclasses.replace(
+      LISTS.selection, indices=jnp.asarray(ids), counts=jnp.asarray(counts)
+    )
+  )
+  cleaned = with_table(clean, kept)
+  got, want, twin = run(with_table(ids, counts), "xla"), run_reference(cleaned), run_twin(cleaned)
+  for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
+    assert_close(a, r, t, factor=3 if name.startswith("d_") else 2, name=name)

@@ -1,55 +1,30 @@
 """TileLayout: values, equality, errors; against a token-by-token oracle."""
 
 import copy
-import itertools
 import pickle
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
+from numpy_oracle import cut
 
 from tests.strategies import layouts
 from vsa_jax import TileLayout
 
 
-def slow_slots(layout):
-  """(slots, tile sizes), one token at a time, straight from the rules."""
-  members = []  # tokens of each tile
-  start = 0
-  starts = []
-  for segment in layout.segments:
-    starts.append(start)
-    start += segment if isinstance(segment, int) else int(np.prod(segment))
-  for begin, segment in zip(starts, layout.segments, strict=True):
-    if isinstance(segment, int):
-      tokens = list(range(begin, begin + segment))
-      members += [tokens[i : i + layout.tile_size] for i in range(0, segment, layout.tile_size)]
-  for begin, segment in zip(starts, layout.segments, strict=True):
-    if not isinstance(segment, int):
-      ids = begin + np.arange(np.prod(segment)).reshape(segment)
-      cuts = [range(0, n, b) for n, b in zip(segment, layout.tile, strict=True)]
-      for corner in itertools.product(*cuts):
-        box = tuple(slice(c, c + b) for c, b in zip(corner, layout.tile, strict=True))
-        members.append(ids[box].ravel().tolist())
-  slots = np.zeros(layout.num_tokens, int)
-  for number, tokens in enumerate(members):
-    slots[tokens] = number * layout.tile_size + np.arange(len(tokens))
-  return slots, [len(tokens) for tokens in members]
-
-
 @given(layouts())
 def test_agrees_with_the_rules(layout):
-  slots, sizes = slow_slots(layout)
-  np.testing.assert_array_equal(layout.slots, slots)
+  tiles = cut(layout.segments, layout.tile)
+  sizes = [len(tokens) for tokens in tiles.members]
+  np.testing.assert_array_equal(layout.slots, tiles.slots(layout.tile_size))
   np.testing.assert_array_equal(layout.tile_sizes, sizes)
   assert layout.tile_sizes.dtype == layout.slots.dtype == np.int32
   assert layout.num_tiles == len(sizes)
   assert layout.padded_length == len(sizes) * layout.tile_size
   assert layout.is_ragged == (min(sizes) < layout.tile_size)
-  ends = [layout.num_prefix_tiles, *(stop for _, stop in layout.video_spans)]
-  assert [start for start, _ in layout.video_spans] == ends[:-1]
-  assert ends[-1] == layout.num_tiles
+  assert layout.num_prefix_tiles == tiles.num_prefix
+  assert list(layout.video_spans) == tiles.spans
 
 
 @given(layouts())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running import to_mask
 
 from tests.strategies import selections
 from vsa_jax import TileSelection, block_sparse_attention
@@ -61,6 +62,9 @@ def test_transposed(selection):
     assert (rows[b, n, offsets[b, n, -1] :] == selection.num_query_tiles).all()
 
 
+from_mask = jax.jit(TileSelection.from_mask)
+
+
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1))
 def test_from_mask_round_trip(seed, density):
   mask = np.random.default_rng(seed).random((2, 2, 4, 6)) < density
@@ -69,10 +73,10 @@ def test_from_mask_round_trip(seed, density):
   assert (np.diff(np.asarray(selection.indices), axis=-1) >= 0).all()
   past = np.arange(selection.width) >= np.asarray(selection.counts)[..., None]
   assert (np.asarray(selection.indices)[past] == 6).all()
-  np.testing.assert_array_equal(selection.to_mask(), mask)
-  traced = jax.jit(TileSelection.from_mask)(mask)
+  np.testing.assert_array_equal(to_mask(selection), mask)
+  traced = from_mask(mask)
   assert traced.width == 6
-  np.testing.assert_array_equal(traced.to_mask(), mask)
+  np.testing.assert_array_equal(to_mask(traced), mask)
 
 
 @pytest.mark.parametrize("mask", [np.ones((1, 2, 3), bool), np.ones((1, 1, 2, 2), int), True, None])
@@ -142,8 +146,20 @@ def test_wrong_tables_are_named(selection, message):
     attend(selection)
 
 
-def test_junk_past_the_counts_is_fine():
-  attend(table(FOUR + 99, 0 * ONES))
+def test_junk_past_the_counts_is_not_read():
+  rng = np.random.default_rng(0)
+  operands = [jnp.asarray(rng.standard_normal((1, 8, 1, 4)), jnp.float32) for _ in range(3)]
+  ids = np.array([[2, 1], [3, 0], [1, 2], [0, 3]])[None, None]
+  counts = np.array([[[2, 1, 0, 1]]])
+  attend = lambda ids: block_sparse_attention(*operands, table(ids, counts), return_lse=True)
+  past = np.arange(2) >= counts[..., None]
+  out, lse = attend(np.where(past, 4, ids))
+  for junk in (99, -7, 0):
+    for got, want in zip(attend(np.where(past, junk, ids)), (out, lse), strict=True):
+      np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(out[:, 4:6], 0.0)  # row 2 counts nothing
+  np.testing.assert_array_equal(lse[:, 4:6], -np.inf)
+  assert np.abs(out).max() > 0.1
 
 
 def test_conversions_refuse_a_bad_table():

@@ -1,4 +1,7 @@
-"""The worked examples and numeric oracles of docs/rules.md (1.6, 1.8, 2.3, 2.6, 12)."""
+"""The worked examples and numeric oracles of docs/rules.md (1.6, 1.8, 2.3, 2.6, 12).
+
+Of section 12 one is left out: the 8.76e-5 of the exp2 emulation, which no kernel of this version uses.
+"""
 
 import fractions
 import math
@@ -8,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_oracle import attention, cut, pool, route, tile_scores, vsa
+from numpy_oracle import attention, cut, pool, route, tile_scores, vsa, wide
+from running import assert_same_bits, both, normal, qkv, tile, to_mask, untile
 
 from vsa_jax import (
   TileLayout,
@@ -19,12 +23,11 @@ from vsa_jax import (
   routing_scores,
   select_tiles,
   tile_budget,
-  tile_tokens,
-  untile_tokens,
   video_sparse_attention,
 )
+from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
 
-EACH = pytest.mark.parametrize("implementation", ["xla", "reference"])
+EACH = pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
 
 # Text, reference video, image, audio, target video (1.6).
 EXAMPLE = [130, (4, 8, 16), 60, 200, (8, 8, 16)]
@@ -32,21 +35,6 @@ EXAMPLE = [130, (4, 8, 16), 60, 200, (8, 8, 16)]
 FIXTURE = [37, 9, (5, 4, 6), 11, (8, 4, 6)]
 # A small sequence of all kinds, ragged everywhere: 3 prefix tiles and two regions.
 MIXED, TILE = [5, (2, 3, 3), 3, (3, 2, 5)], (2, 2, 2)
-
-tile, untile = jax.jit(tile_tokens), jax.jit(untile_tokens)
-to_mask = jax.jit(TileSelection.to_mask)
-
-
-def _normal(seed, *shape, dtype=np.float32):
-  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def _qkv(seed, tokens, *, batch=1, heads=2, kv_heads=2, dim=8, dtype=np.float32):
-  return (
-    jnp.asarray(_normal(seed, batch, tokens, heads, dim, dtype=dtype)),
-    jnp.asarray(_normal(seed + 1, batch, tokens, kv_heads, dim, dtype=dtype)),
-    jnp.asarray(_normal(seed + 2, batch, tokens, kv_heads, dim, dtype=dtype)),
-  )
 
 
 # Geometry.
@@ -122,15 +110,15 @@ def test_real_sizes(grid, tokens, tiles, padded, kept):
 
 def test_tiling_round_trip_and_adjoint():
   layout = TileLayout(MIXED, TILE)
-  x, y = _normal(1, 2, layout.num_tokens, 3), _normal(2, 2, layout.padded_length, 3)
-  tiled = tile(jnp.asarray(x), layout)
-  want = np.zeros_like(y)
+  x, y = normal(1, 2, layout.num_tokens, 3), normal(2, 2, layout.padded_length, 3)
+  tiled = tile(x, layout)
+  want = np.zeros(y.shape)
   want[:, cut(MIXED, TILE).slots(8)] = x
   np.testing.assert_array_equal(tiled, want)
   np.testing.assert_array_equal(untile(tiled, layout), x)
-  (adjoint,) = jax.vjp(lambda x: tile(x, layout), jnp.asarray(x))[1](jnp.asarray(y))
-  chex.assert_trees_all_equal(adjoint, untile(jnp.asarray(y), layout))
-  (adjoint,) = jax.vjp(lambda y: untile(y, layout), jnp.asarray(y))[1](jnp.asarray(x))
+  (adjoint,) = jax.vjp(lambda x: tile(x, layout), x)[1](y)
+  chex.assert_trees_all_equal(adjoint, untile(y, layout))
+  (adjoint,) = jax.vjp(lambda y: untile(y, layout), y)[1](x)
   chex.assert_trees_all_equal(adjoint, tiled)
 
 
@@ -154,7 +142,7 @@ def test_pooled_mean_and_score():
 def test_score_is_the_mean_of_token_scores():
   tiles = cut(MIXED, TILE)
   layout = TileLayout(MIXED, TILE)
-  query, key, _ = _qkv(10, layout.num_tokens, heads=4)
+  query, key, _ = qkv(10, 1, layout.num_tokens, 4, 8, kv_heads=2)
   pooled = [pool_tiles(tile(x, layout), layout) for x in (query, key)]
   for got, x in zip(pooled, (query, key), strict=True):
     chex.assert_type(got, jnp.float32)
@@ -179,31 +167,37 @@ def test_budgets():
   assert tile_budget(0.9, 630) == 63
   assert tile_budget(0.875, 256) == 32
   assert [tile_budget(s, 8) for s in (0, 0.0, 1, 1.0)] == [8, 8, 1, 1]
+  for thousandths in range(1001):
+    for number in (float, np.float32):
+      kept = tile_budget(number(thousandths / 1000), 1440)
+      assert kept == max(1, -((thousandths - 1000) * 1440 // 1000))
 
 
-SPARSITIES = ["0.5", "0.6", "0.7", "0.75", "0.8", "0.85", "0.875", "0.9", "0.95", "0.912", "0.3333"]
+EXACT = {"0.5", "0.6", "0.75", "0.8", "0.875", "0.9"}  # so says plain float64 for all n (spec 2.3)
+OVERSHOOT = {"0.7": 10, "0.85": 20, "0.95": 20}  # here it is one too many at multiples of these
 
 
-@pytest.mark.parametrize("sparsity", SPARSITIES)
+@pytest.mark.parametrize(
+  "sparsity", sorted(EXACT | OVERSHOOT.keys() | {"0.001", "0.3333", "0.912", "0.999"})
+)
 def test_budget_is_exact(sparsity):
   exact = fractions.Fraction(sparsity)
   counts = np.arange(1, 2001)
   want = [max(1, min(math.ceil((1 - exact) * n), n)) for n in counts.tolist()]
   for number in (float, np.float32, np.float64):
     assert [tile_budget(number(sparsity), n) for n in counts.tolist()] == want
-  # Where plain float64 overshoots (rules 2.3); the test would be idle if it did not.
   overshoot = counts[np.ceil((1 - float(sparsity)) * counts).clip(1, counts) != want]
-  step = {"0.7": 10, "0.85": 20, "0.95": 20}.get(sparsity)
-  if step is not None:
+  if sparsity in OVERSHOOT:
+    step = OVERSHOOT[sparsity]
     np.testing.assert_array_equal(overshoot, np.arange(step, 2001, step))
-  elif len(sparsity) < 6 and sparsity != "0.912":
+  if sparsity in EXACT:
     assert not overshoot.size
 
 
 def _example_selection(**options):
   layout = TileLayout(EXAMPLE, (4, 4, 8))
-  scores = _normal(20, 1, 2, 17, 17)
-  return scores, select_tiles(jnp.asarray(scores), layout, **options)
+  scores = normal(20, 1, 2, 17, 17)
+  return scores, select_tiles(scores, layout, **options)
 
 
 def test_counts_of_the_worked_example():
@@ -213,7 +207,7 @@ def test_counts_of_the_worked_example():
     chex.assert_shape((table, counts), [(1, 2, 17, 17), (1, 2, 17)])
     np.testing.assert_array_equal(counts[0, 0], [17] * 5 + [8] * 12)
     assert int(counts[0, 0].sum()) == 181
-    want = route(scores.astype(np.float64), cut(EXAMPLE, (4, 4, 8)), (1, 2))
+    want = route(wide(scores), cut(EXAMPLE, (4, 4, 8)), (1, 2))
     np.testing.assert_array_equal(to_mask(selection), want)
     for row, (ids, count) in enumerate(zip(table[0, 1], counts[0, 1], strict=True)):
       np.testing.assert_array_equal(ids[:count], np.flatnonzero(want[0, 1, row]))
@@ -228,8 +222,8 @@ def test_counts_of_the_worked_example():
 
 def test_compete_policy():
   layout = TileLayout([5, (2, 4, 8)], TILE)  # 1 prefix tile, 8 video tiles
-  scores = _normal(30, 1, 2, 9, 9)
-  mask = np.asarray(select_tiles(jnp.asarray(scores), layout, topk=2, prefix="compete").to_mask())
+  scores = normal(30, 1, 2, 9, 9)
+  mask = np.asarray(select_tiles(scores, layout, topk=2, prefix="compete").to_mask())
   want = np.zeros_like(mask)
   np.put_along_axis(want, np.argsort(-scores, axis=-1)[..., :3], True, axis=-1)
   want[:, :, 0] = True
@@ -274,19 +268,11 @@ def test_inverse_lists():
 @pytest.mark.parametrize("options", [{"sparsity": 0.0}, {"topk": 99, "budget": 99}])
 def test_keeping_everything_is_dense_attention(implementation, options):
   layout = TileLayout(MIXED, TILE)
-  query, key, value = _qkv(50, layout.num_tokens, heads=4)
-  d_out = jnp.asarray(_normal(53, *query.shape))
-
-  @jax.jit
-  def both(*operands):
-    attend = lambda *x: video_sparse_attention(*x, layout, implementation=implementation, **options)
-    return [
-      (out, vjp(d_out))
-      for f in (attend, jax.nn.dot_product_attention)
-      for out, vjp in [jax.vjp(f, *operands)]
-    ]
-
-  (out, gradients), dense = both(query, key, value)
+  query, key, value = qkv(50, 1, layout.num_tokens, 4, 8, kv_heads=2)
+  d_out = normal(53, *query.shape)
+  attend = lambda *x: video_sparse_attention(*x, layout, implementation=implementation, **options)
+  out, gradients = both(attend)(d_out, query, key, value)
+  dense = both(jax.nn.dot_product_attention)(d_out, query, key, value)
   chex.assert_trees_all_close((out, gradients), dense, atol=3e-6)
   want = attention(query, key, value, d_out=d_out)
   np.testing.assert_allclose(out, want.out, atol=2e-6)
@@ -297,7 +283,7 @@ def test_keeping_everything_is_dense_attention(implementation, options):
 @EACH
 def test_masked_dense_attention_in_packed_order(implementation):
   layout, tiles = TileLayout(MIXED, TILE), cut(MIXED, TILE)
-  query, key, value = _qkv(60, layout.num_tokens, batch=2, heads=4)
+  query, key, value = qkv(60, 2, layout.num_tokens, 4, 8, kv_heads=2)
   out, aux = video_sparse_attention(
     query, key, value, layout, topk=(1, 2), implementation=implementation, return_aux=True
   )
@@ -330,7 +316,7 @@ def test_masked_dense_attention_in_packed_order(implementation):
 @EACH
 def test_edge_rows(implementation):
   """3.3: a row whose tiles are all empty, duplicate ids, lists out of order."""
-  query, key, value = _qkv(70, 12, heads=1, kv_heads=1)
+  query, key, value = qkv(70, 1, 12, 1, 8)
   ids = np.array([[1, 0], [2, 2], [2, 0]], np.int32)[None, None]
   counts = np.array([[[1, 2, 2]]], np.int32)
   out, lse = block_sparse_attention(
@@ -357,20 +343,37 @@ def test_edge_rows(implementation):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_zero_gate_is_no_gate(implementation, dtype):
   layout = TileLayout(MIXED, TILE)
-  query, key, value = (x.astype(dtype) for x in _qkv(80, layout.num_tokens))
+  query, key, value = qkv(80, 1, layout.num_tokens, 2, 8, dtype=dtype)
   attend = jax.jit(
     lambda gate: video_sparse_attention(
       query, key, value, layout, topk=1, gate=gate, implementation=implementation
     )
   )
-  chex.assert_trees_all_equal(attend(jnp.zeros_like(query)), attend(None))
+  assert_same_bits(attend(jnp.zeros_like(query)), attend(None))
+
+
+@EACH
+@pytest.mark.xfail(reason="-0.0 + 0.0 * coarse is 0.0")
+def test_a_zero_gate_keeps_a_negative_zero(implementation):
+  """What is kept rounds to -0.0, the coarse branch is positive."""
+  layout = TileLayout([(2, 1, 2)], (1, 1, 2))
+  query = jnp.ones((1, 4, 1, 1), jnp.float16)
+  key, value = (
+    jnp.asarray(x, jnp.float16).reshape(query.shape) for x in ([3, 0, 0, 0], [0, -6e-8, 1, 1])
+  )
+  attend = lambda gate: video_sparse_attention(
+    query, key, value, layout, topk=1, gate=gate, implementation=implementation
+  )
+  assert_same_bits(attend(None), jnp.full_like(query, -0.0))
+  for zero in (0.0, -0.0):
+    assert_same_bits(attend(jnp.full_like(query, zero)), attend(None))
 
 
 @EACH
 def test_error_identity(implementation):
   """O_sparse - O_dense = (1 - c) (O_kept - O_drop), c the mass of what is kept (2.7)."""
   layout, tiles = TileLayout(MIXED, TILE), cut(MIXED, TILE)
-  query, key, value = _qkv(90, layout.num_tokens)
+  query, key, value = qkv(90, 1, layout.num_tokens, 2, 8)
   attend = lambda topk: video_sparse_attention(
     query, key, value, layout, topk=topk, implementation=implementation, return_aux=True
   )
@@ -390,21 +393,16 @@ def test_coarse_branch_and_its_gradients(implementation):
   """4.1 and 5.1, in float64 against finite differences of the oracle; GQA, all segments ragged."""
   layout = TileLayout(MIXED, TILE)
   with jax.enable_x64(True):
-    operands = _qkv(100, layout.num_tokens, heads=4, dtype=np.float64)
-    gate = jnp.asarray(_normal(103, *operands[0].shape, dtype=np.float64))
-    d_out = jnp.asarray(_normal(104, *operands[0].shape, dtype=np.float64))
-
-    @jax.jit
-    def both(*operands):
-      attend = lambda *x: video_sparse_attention(
+    operands = qkv(100, 1, layout.num_tokens, 4, 8, kv_heads=2, dtype=jnp.float64)
+    gate, d_out = (normal(i, *operands[0].shape, dtype=jnp.float64) for i in (103, 104))
+    run = both(
+      lambda *x: video_sparse_attention(
         *x[:3], layout, topk=1, gate=x[3], implementation=implementation
       )
-      out, vjp = jax.vjp(attend, *operands)
-      return out, vjp(d_out)
-
-    out, gradients = both(*operands, gate)
-    _, no_gate = both(*operands, jnp.zeros_like(gate))
-  d_out = np.asarray(d_out)
+    )
+    out, gradients = run(d_out, *operands, gate)
+    _, no_gate = run(d_out, *operands, jnp.zeros_like(gate))
+  d_out = wide(d_out)
   want = vsa(*operands, MIXED, TILE, 1, gate=gate, d_out=d_out)
   np.testing.assert_allclose(out, want.out, atol=1e-12)
   np.testing.assert_allclose(gradients[3], d_out * want.coarse, atol=1e-12)
@@ -416,10 +414,10 @@ def test_coarse_branch_and_its_gradients(implementation):
 
   step = 1e-5
   for i in range(3):
-    direction = _normal(110 + i, *operands[i].shape, dtype=np.float64)
+    direction = np.random.default_rng(110 + i).standard_normal(operands[i].shape)
 
     def moved(h, i=i, direction=direction):
-      x = [np.asarray(o) for o in operands]
+      x = [wide(o) for o in operands]
       x[i] = x[i] + h * direction
       return (vsa(*x, MIXED, TILE, 1, gate=gate, mask=want.mask).out * d_out).sum()
 
@@ -433,8 +431,8 @@ def test_coarse_branch_of_a_tile_without_tokens(implementation):
   layout = TileLayout([(3, 1, 2)], (1, 1, 2))
   sizes = np.array([2, 0, 1])
   valid = np.array([[True, True, False, False, True, False]])
-  query, key, value = _qkv(120, 6)
-  gate = jnp.asarray(_normal(123, *query.shape))
+  query, key, value = qkv(120, 1, 6, 2, 8)
+  gate = normal(123, *query.shape)
   junk = jnp.where(valid[..., None, None], 0, jnp.nan)
   out, aux = video_sparse_attention(
     query,

@@ -145,7 +145,8 @@ def test_G06_custom_vjp_structure(implementation):
   want = vsa(query, key, value, SEGMENTS, TILE, 1, d_out=weights)
   for function, with_lse in [(loss, True), (nested, False), (nested, True)]:
     run = jax.jit(jax.value_and_grad(function, has_aux=True), static_argnums=1)
-    (_, (out, aux)), gradient = run(query, with_lse)
+    (total, (out, aux)), gradient = run(query, with_lse)
+    np.testing.assert_allclose(total, (want.out * np.asarray(weights)).sum(), rtol=1e-5)
     np.testing.assert_allclose(out, want.out, atol=2e-6)
     np.testing.assert_allclose(gradient, want.fine.d_query, atol=5e-6)
     if with_lse:

@@ -4,8 +4,6 @@ import importlib.metadata
 import pathlib
 import re
 import tomllib
-import types
-import warnings
 
 import jax
 import jax.export
@@ -56,32 +54,6 @@ def test_L07_dispatch_by_platform():
   exported = jax.export.export(jax.jit(attend), platforms=("cpu", "cuda", "tpu"))(*operands)
   np.testing.assert_allclose(exported.call(*operands), want, atol=2e-6)
   assert not re.search(r"mosaic|triton|tpu_custom_call", exported.mlir_module())
-
-
-def test_L09_old_gpu(monkeypatch):
-  # A Tesla T4, compute capability 7.5: the automatic choice is pure JAX; kernels say why they cannot.
-  device = types.SimpleNamespace(
-    platform="gpu", device_kind="Tesla T4", compute_capability="7.5", id=0, process_index=0
-  )
-  x = jax.ShapeDtypeStruct((1, 15, 2, 8), jnp.float32)
-  with monkeypatch.context() as patch:
-    patch.setattr(jax, "devices", lambda *_: [device])
-    patch.setattr(jax, "device_count", lambda *_: 1)
-    with warnings.catch_warnings(record=True) as caught:
-      warnings.simplefilter("always")
-      explanation = vsa_jax.explain(x, x, x, LAYOUT, topk=1)
-    assert explanation.chosen == "xla"
-    assert "Tesla T4" in str(explanation)
-    assert len(caught) <= 1
-    for name in ("cuda", "pallas"):
-      assert explanation.reasons[name]
-      with pytest.raises(NotImplementedError, match=name):
-        jax.eval_shape(
-          lambda *x, name=name: video_sparse_attention(*x, LAYOUT, topk=1, implementation=name),
-          x,
-          x,
-          x,
-        )
 
 
 @pytest.mark.parametrize("grid", [(18, 48, 80), (18, 45, 80)], ids=str)

@@ -1,4 +1,6 @@
-"""How the tests of this folder make inputs and run things."""
+"""How the tests make inputs, run things and look at programs."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +35,39 @@ def column(*values, heads=1, dtype=jnp.float32):
   return jnp.broadcast_to(x, (1, len(values), heads, 1))
 
 
-def with_gradients(attend, cotangent, *operands):
-  """(results, gradients) of attend(*operands), in one jitted program."""
+def both(attend):
+  """(results, gradients) as one jitted function of cotangent and operands."""
 
-  @jax.jit
-  def both(cotangent, *operands):
+  def run(cotangent, *operands):
     results, vjp = jax.vjp(attend, *operands)
     return results, vjp(cotangent)
 
-  return both(cotangent, *operands)
+  return jax.jit(run)
+
+
+def with_gradients(attend, cotangent, *operands):
+  """(results, gradients) of attend(*operands)."""
+  return both(attend)(cotangent, *operands)
 
 
 def relative(got, want):
   """|got - want| / |want|, in the 2-norm."""
   got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
   return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def assert_same_bits(got, want):
+  """Equal, and -0.0 is not 0.0."""
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+def collectives(compiled):
+  """The collectives of a compiled program."""
+  names = r"all-gather|all-reduce|all-to-all|collective-\w+|reduce-scatter"
+  return re.findall(rf"\b({names})(?:-start)?\(", compiled.as_text())
 
 
 def equations(jaxpr):
