@@ -173,7 +173,7 @@ def test_budgets():
       assert kept == max(1, -((thousandths - 1000) * 1440 // 1000))
 
 
-EXACT = {"0.5", "0.6", "0.75", "0.8", "0.875", "0.9"}  # so says plain float64 for all n (spec 2.3)
+EXACT = {"0.5", "0.6", "0.75", "0.8", "0.875", "0.9"}  # so says plain float64 for all n (rules 2.3)
 OVERSHOOT = {"0.7": 10, "0.85": 20, "0.95": 20}  # here it is one too many at multiples of these
 
 

@@ -293,8 +293,8 @@ class Plan:
   ) -> TileSelection:
     """The selection of lists made by `rank` for every video query tile; without, when all is kept."""
     if lists is None:  # implied by the static integers
-      nothing = jnp.zeros((batch, heads, 0, 0), jnp.int32)
-      return TileSelection(nothing, nothing[..., 0], self.layout.num_tiles)
+      lists = jnp.zeros((batch, heads, 0, 0), jnp.int32), jnp.zeros((batch, heads, 0), jnp.int32)
+      return TileSelection(*lists, self.layout.num_tiles)
     return TileSelection(
       *lists,
       self.num_prefix_tiles,
