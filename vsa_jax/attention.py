@@ -86,7 +86,8 @@ def video_sparse_attention(
       It may be traced, so it can change from step to step without recompiling.
     gate: None: no coarse branch.  Else a floating array that broadcasts to query's shape, and
       out = fine + gate * coarse, where coarse is softmax(tile scores over all tiles) . mean value, equal
-      for all tokens of a tile.  A gate of zeros gives the output of None (-0.0 may become 0.0), and still has a gradient.
+      for all tokens of a tile.  A gate of zeros gives the output of None (-0.0 may become 0.0), and still
+      has a gradient.
       Other packages add the coarse branch at weight 1 when the gate is left out; this one does not.
     tiled: query, key, value, the gate, the output and Aux.lse are in tiled order.
     prefix: "exempt", or "compete" (rules 2.4; one video region).
