@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import vsa_jax
-from vsa_jax import TileLayout, TileSelection
+from vsa_jax import TileLayout, TileSelection, video_sparse_attention
 from vsa_jax.diagnostics import coverage
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """Here XLA's optimisations would cost more than they save."""
-  before = jax.config.read("jax_disable_most_optimizations")
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", before)
 
 
 def naive(query, key, mask, query_sizes, key_sizes, scale):
@@ -129,3 +122,19 @@ def test_wrong_arguments_are_named():
     coverage(x, x, selection, tile_sizes=np.array([5, 1]))
   with pytest.raises(ValueError, match="key: got 12 tokens"):
     coverage(x, normal(0, 1, 12, 2, 4), selection)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_operands(kind):
+  mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind,) * 2)
+  layout = TileLayout([(4, 4, 4)], (2, 2, 2))
+  x = jax.random.normal(jax.random.key(0), (2, 64, 2, 8))
+  placed = jax.device_put(x, NamedSharding(mesh, P("b", None, "h")))
+
+  def share(x):
+    _, aux = video_sparse_attention(x, x, x, layout, topk=3, tiled=True, return_aux=True)
+    return coverage(x, x, aux.selection)
+
+  got = share(placed)
+  np.testing.assert_allclose(got, share(x), atol=1e-6)
+  assert got.sharding.spec == P("b", "h")

@@ -299,9 +299,10 @@ def _combine(
 def _on_shards(run: Any, placement: Placement, operands: _Operands) -> Any:
   """`run` inside one shard_map."""
   query, key, value, sizes, budget, gate = operands
-  check_key_placement(placement, query, key, value)
+  check_key_placement(placement, query, key)
   tokens: Any = placement.spec(query.shape, 2)
   keys: Any = placement.spec(key.shape, 2)
+  check_placement(placement, "value", value, keys)
   gate_spec: Any = None if gate is None else placement.spec(gate.shape, 2)
   if gate is not None and gate.shape == query.shape:
     check_placement(placement, "gate", gate, gate_spec)

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from vsa_jax.arguments import accumulator, static_scale, valid_slots
-from vsa_jax.block_sparse.api import check_problem, sizes_of
+from vsa_jax.block_sparse.api import check_problem, operand_specs, sizes_of
 from vsa_jax.block_sparse.base import Sizes
 from vsa_jax.selection import TileSelection
+from vsa_jax.sharding import placement_of, shard_map
 
 
 def coverage(
@@ -51,7 +53,12 @@ def coverage(
   """
   problem = check_problem(query, key, key, selection)
   sizes = sizes_of(problem, tile_sizes, query_tile_sizes)
-  return _coverage(static_scale(scale, problem.head_dim), query, key, selection, sizes)
+  run = functools.partial(_coverage, static_scale(scale, problem.head_dim))
+  placement = placement_of(query, None)
+  if placement is not None:
+    specs = operand_specs(placement, query, key, selection)
+    run = shard_map(placement.mesh, run, specs, PartitionSpec(placement.batch, placement.heads))
+  return run(query, key, selection, sizes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -87,8 +87,11 @@ def block_sparse_attention(
   )
   attend = functools.partial(attend_local, static)
   if placement is not None:
-    check_key_placement(placement, query, key, value)
-    attend = _on_shards(attend, placement, query, key, selection)
+    tokens, keys, lists, both_sizes = operand_specs(placement, query, key, selection)
+    check_placement(placement, "value", value, keys)
+    specs = (tokens, keys, keys, lists, both_sizes)
+    lse_spec = placement.spec(query.shape[:3], 2)
+    attend = shard_map(placement.mesh, attend, specs, (tokens, lse_spec))
   out, lse = attend(query, key, value, selection, sizes)
   return (out, lse) if return_lse else out
 
@@ -138,20 +141,16 @@ def sizes_of(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
   return Sizes(checked("query_tile_sizes", query_tile_sizes, problem.query_tiles), key)
 
 
-def _on_shards(
-  attend: Any, placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection
-) -> Any:
-  tokens, keys = placement.spec(query.shape, 2), placement.spec(key.shape, 2)
+def operand_specs(
+  placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection
+) -> tuple[Any, Any, Any, Any]:
+  """Specs of query, key, selection and Sizes; ValueError when an operand is sharded otherwise."""
+  check_key_placement(placement, query, key)
   lists = jax.tree.map(lambda x: placement.spec(x.shape, 1), selection)
   for name in ("indices", "counts"):
     check_placement(placement, f"selection.{name}", getattr(selection, name), getattr(lists, name))
   sizes: Any = placement.spec((query.shape[0], 0))
-  return shard_map(
-    placement.mesh,
-    attend,
-    (tokens, keys, keys, lists, Sizes(sizes, sizes)),
-    (tokens, placement.spec(query.shape[:3], 2)),
-  )
+  return placement.spec(query.shape, 2), placement.spec(key.shape, 2), lists, Sizes(sizes, sizes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
