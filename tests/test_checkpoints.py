@@ -88,3 +88,16 @@ def test_what_is_no_checkpoint(tmp_path):
   (tmp_path / "c" / "vsa_config.json").write_text("{")
   with pytest.raises(ValueError, match=r"no whole vsa_config.json there"):
     checkpoints.restore(tmp_path / "c", build())
+
+
+def test_the_models_dtype_stays(tmp_path):
+  checkpoints.save(tmp_path / "c", build(param_dtype=jnp.bfloat16))
+  model = build(1)
+  checkpoints.restore(tmp_path / "c", model)
+  assert {x.dtype for x in jax.tree.leaves(params(model))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("thing", [{"a": 1}, nnx.Dropout(0.1)])
+def test_what_is_no_model(tmp_path, thing):
+  with pytest.raises(ValueError, match="model: got .*, want a Flax NNX module with parameters"):
+    checkpoints.save(tmp_path / "c", thing)

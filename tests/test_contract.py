@@ -112,3 +112,26 @@ def test_any_traced_table(ids, counts):
   got, want, twin = run(with_table(ids, counts), "xla"), run_reference(cleaned), run_twin(cleaned)
   for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
     assert_close(a, r, t, factor=3 if name.startswith("d_") else 2, name=name)
+
+
+def test_what_an_implementation_returns_is_checked():
+  class Wrong(_Borrowed):
+    name = "wrong"
+
+    def forward(self, *args, **kwargs):
+      out, lse = self.inner.forward(*args, **kwargs)
+      return out, lse[..., None]
+
+    def backward(self, *args, **kwargs):
+      return self.inner.backward(*args, **kwargs)[:2]
+
+  inputs = make_inputs(CASES[0], 4, 8, jnp.float32)
+  with pytest.raises(
+    ValueError, match=r"'wrong'.forward returned .*float32\[1, 2, 20, 1\]'\], want"
+  ):
+    run(inputs, Wrong())
+  Wrong.forward = _Borrowed.forward
+  with pytest.raises(ValueError, match=r"'wrong'.backward returned .*, want"):
+    run(inputs, Wrong())
+  with pytest.raises(ValueError, match=r"got the class Wrong, want an object: Wrong\(\)"):
+    run(inputs, Wrong)

@@ -232,3 +232,15 @@ def test_no_hidden_constants():
     .as_text()
   )
   assert max(len(line) for line in text.splitlines()) < 20_000
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_export_of_a_symbolic_batch(implementation):
+  (batch,) = jax.export.symbolic_shape("batch")
+  shape = jax.ShapeDtypeStruct((batch, LAYOUT.num_tokens, 2, 4), jnp.float32)
+  run = jax.jit(functools.partial(attend, implementation=implementation, return_aux=True))
+  data = jax.export.export(run)(shape, shape, shape, shape).serialize()
+  arrays = [make(batch=3)[n] for n in NAMES]
+  got, aux = jax.export.deserialize(data).call(*arrays)
+  assert isinstance(aux, vsa_jax.Aux)
+  np.testing.assert_array_equal(got, run(*arrays)[0])

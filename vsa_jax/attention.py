@@ -49,6 +49,9 @@ class Aux(NamedTuple):
   lse: jax.Array  # natural log, [B, L, N] ([B, P, N] when tiled), float32 or float64
 
 
+jax.export.register_namedtuple_serialization(Aux, serialized_name="vsa_jax.Aux")
+
+
 def video_sparse_attention(
   query: jax.Array,
   key: jax.Array,
@@ -80,7 +83,8 @@ def video_sparse_attention(
     query: [B, L, N, H] in packed order ([B, P, N, H] when tiled); positions already applied.
     key, value: [B, L, K, H] (P when tiled), of query's dtype; N is a multiple of K.
     layout: the geometry of the sequence.
-    sparsity: the share of each video region's tiles to drop, in [0, 1]; a scalar or one per region.
+    sparsity: the share of each video region's tiles to drop, in [0, 1]; a scalar or one per region.  It
+      counts the layout's tiles, also where a sample is shorter; `budget` sets a number per sample.
     topk: or the number of tiles to keep; a scalar or one per region.  Exactly one of the two.
     budget: ints that broadcast to [B, N, J, regions]: tiles to keep, at most what sparsity or topk says.
       It may be traced, so it can change from step to step without recompiling.
@@ -232,7 +236,8 @@ def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: 
     return lists, None if pooled_value is None else _coarse(scores, pooled_value)
 
   tiles = layout.num_tiles
-  row_bytes = batch * heads * tiles * pooled_query.dtype.itemsize
+  known = batch if isinstance(batch, int) else 1  # a symbolic batch, of jax.export, counts as one
+  row_bytes = known * heads * tiles * pooled_query.dtype.itemsize
   block = max(1, min(tiles, MAX_SCORE_BYTES // max(row_bytes, 1)))
   if block == tiles:
     lists, coarse = rows(pooled_query, budget)
@@ -345,6 +350,8 @@ class Explanation:
       f"keeps {self.kept_pairs} of {layout.num_tiles**2} tile pairs per head ({self.kept_fraction:.1%})",
       f"jax {jax.__version__} on {self.devices}",
     ]
+    if self.chosen is None:
+      lines.append("nothing that was asked for can run this: the call raises NotImplementedError")
     for name, reason in self.reasons.items():
       verdict = (
         "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
@@ -370,7 +377,8 @@ def explain(
     layout, implementation, sharding, arguments: as for `video_sparse_attention`.
 
   Returns:
-    An Explanation; `print` it.
+    An Explanation; `print` it.  Where nothing asked for can run (the call would raise
+    NotImplementedError), its `chosen` is None.
 
   Raises:
     ValueError: as `video_sparse_attention` would.

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     "shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: those for this device"
   )
   parser.add_argument("--implementation", default=None, help="default: what None chooses")
-  parser.add_argument("--rounds", type=int, default=7)
+  parser.add_argument("--rounds", type=int, default=7, help="times each call is timed; default: 7")
   parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
   options = parser.parse_args(argv)
   platform = jax.devices()[0].platform
@@ -78,6 +78,8 @@ def main(argv: list[str]) -> None:
       if unknown
       else "--rounds: want at least 1"
     )
+  if options.json and not options.json.absolute().parent.is_dir():
+    parser.error(f"--json: got {options.json}, want a file in a folder that exists")
   about = {
     "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     "commit": _commit(),

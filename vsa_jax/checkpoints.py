@@ -19,21 +19,26 @@ _FILE = "vsa_config.json"
 def save(path: str | os.PathLike, model: nnx.Module) -> None:
   """Saves a model's parameters with Orbax, and the config of each VSAAttention in it.
 
+  Nothing but nnx.Param: no optimizer state.  A training loop with a checkpoint manager of its own saves
+  `configs(model)` beside its state, and calls `check_configs` before it restores.
+
   Args:
     path: a new directory.
-    model: a VSAAttention, or any module that holds some.
+    model: a VSAAttention, or any NNX module that holds some.
 
   Raises:
-    ValueError: the directory holds a checkpoint already.
+    ValueError: the directory holds a checkpoint already, or model is no module with parameters.
   """
   import orbax.checkpoint as ocp  # slow to import, and only needed here
 
+  if not isinstance(model, nnx.Module) or not nnx.to_pure_dict(nnx.state(model, nnx.Param)):
+    raise ValueError(f"model: got {type(model).__name__}, want a Flax NNX module with parameters")
   folder = pathlib.Path(path).resolve()
   if (folder / _FILE).exists() or (folder / "params").exists():
     raise ValueError(f"path: got {str(path)!r}, which holds a checkpoint; want a new directory")
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   shapes = {_join(name): list(x.shape) for name, x in flat_params(params).items()}
-  about = json.dumps({"config": _configs(model), "shapes": shapes}, indent=1)
+  about = json.dumps({"config": configs(model), "shapes": shapes}, indent=1)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "params", params)
   (folder / _FILE).write_text(about)  # last: it says that the checkpoint is whole
@@ -42,7 +47,7 @@ def save(path: str | os.PathLike, model: nnx.Module) -> None:
 def restore(
   path: str | os.PathLike, model: nnx.Module, *, zero_missing_gates: bool = False
 ) -> None:
-  """Reads what `save` wrote into a model, in place, wherever the model's parameters are sharded.
+  """Reads what `save` wrote into a model, in place, in the dtypes and shardings that the model has.
 
   Args:
     path: the directory.
@@ -59,13 +64,13 @@ def restore(
   folder = pathlib.Path(path).resolve()
   try:
     about = json.loads((folder / _FILE).read_text())
-    configs, shapes = about["config"], about["shapes"]
+    saved_configs, shapes = about["config"], about["shapes"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"path: got {str(path)!r}, want a directory that vsa_jax.checkpoints.save wrote; no whole {_FILE} there"
       f" ({error})"
     ) from None
-  check_configs(configs, _configs(model), zero_missing_gates=zero_missing_gates)
+  check_configs(saved_configs, configs(model), zero_missing_gates=zero_missing_gates)
   saved = {_split(name): jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
   mine = flat_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
   gates = _gates(model)
@@ -80,7 +85,7 @@ def restore(
 def load_params(
   model: nnx.Module, params: Mapping[str, Any], *, zero_missing_gates: bool = False
 ) -> None:
-  """Puts a tree of parameters into a model, in place, and refuses to lose or invent any.
+  """Puts a tree of parameters into a model, in place, in its dtypes; refuses to lose or invent any.
 
   Args:
     model: the module to fill.
@@ -97,8 +102,14 @@ def load_params(
     zeros = {k: jax.numpy.zeros_like(v) for k, v in want.items() if k[:-1] in gates}
     given = {**zeros, **given}
   check_params(want, given, gates)
+  given = {k: jax.numpy.asarray(v, want[k].dtype) for k, v in given.items()}
   nnx.replace_by_pure_dict(state, _nested(given))
   nnx.update(model, state)
+
+
+def configs(model: nnx.Module) -> dict[str, Any]:
+  """The config of each VSAAttention of a model by its path, JSON values: for checkpoints of your own."""
+  return {_join(path): module.config for path, module in _attentions(model)}
 
 
 def check_params(
@@ -153,17 +164,18 @@ def check_configs(
       free |= {"use_gate", "gate_use_bias"}
     for name, value in built[path].items():
       if name not in free and saved[path].get(name) != value:
+        remedy = (
+          " (zero_missing_gates=True starts its gate at zero)"
+          if name == "use_gate" and value
+          else ""
+        )
         problems.append(
-          f"{path + '.' if path else ''}{name}: saved with {saved[path].get(name)}, built with {value}"
+          f"{path + '.' if path else ''}{name}: saved with {saved[path].get(name)}, built with {value}{remedy}"
         )
   if problems:
     raise ValueError(
       f"config: {'; '.join(problems)}; build the model as it was saved, or convert the weights"
     )
-
-
-def _configs(model: nnx.Module) -> dict[str, Any]:
-  return {_join(path): module.config for path, module in _attentions(model)}
 
 
 def _gates(model: nnx.Module) -> set[tuple[str, ...]]:

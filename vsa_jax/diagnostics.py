@@ -53,7 +53,7 @@ def coverage(
   """
   problem = check_problem(query, key, key, selection)
   sizes = sizes_of(problem, tile_sizes, query_tile_sizes)
-  run = functools.partial(_coverage, static_scale(scale, problem.head_dim))
+  run: Any = functools.partial(_coverage, static_scale(scale, problem.head_dim))
   placement = placement_of(query, None)
   if placement is not None:
     specs = operand_specs(placement, query, key, selection)

@@ -246,8 +246,9 @@ def _check_lengths(lengths: np.ndarray, segments: tuple[Segment, ...], unit: np.
   if wrong.size:
     b, i = wrong[0]
     raise ValueError(
-      f"lengths[{b}, {i}]: got {lengths[b, i]}, want 0..{full[i]} in steps of {unit[i]} for segment"
-      f" {segments[i]} (a video is valid in whole frames)"
+      f"lengths[{b}, {i}]: got {lengths[b, i]}, want 0..{full[i]}"
+      + (f" in whole frames of {unit[i]} tokens" if unit[i] > 1 else "")
+      + f" for segment {segments[i]}"
     )
 
 

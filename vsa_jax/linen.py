@@ -36,5 +36,8 @@ class _LinenVSAAttention(nnx.bridge.ToLinen):
       build = lambda: self.nnx_class(*self.args, **self.kwargs, rngs=nnx.Rngs(0))
       want = nnx.to_pure_dict(nnx.state(nnx.eval_shape(build)))
       given = flat_params(self.variables.get("params", {}))
-      check_params(flat_params(want), given, gates={("gate",)})
+      check_params(flat_params(want), given, gates=())
     return super().__call__(*args, **kwargs)
+
+
+_LinenVSAAttention.__name__ = "VSAAttention"  # Linen names parameters after it

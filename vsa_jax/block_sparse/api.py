@@ -85,7 +85,7 @@ def block_sparse_attention(
     static_scale(scale, problem.head_dim),
     check_precision(precision),
   )
-  attend = functools.partial(attend_local, static)
+  attend: Any = functools.partial(attend_local, static)
   if placement is not None:
     tokens, keys, lists, both_sizes = operand_specs(placement, query, key, selection)
     check_placement(placement, "value", value, keys)
@@ -163,15 +163,13 @@ def attend_local(
   sizes: Sizes,
 ) -> tuple[jax.Array, jax.Array]:
   """(out, natural LSE [B, Jq*M, N]) of checked arguments, on one device (or one shard)."""
-  implementation, scale, precision = static
-  if not query.shape[0]:  # nothing to run: no implementation has to know an empty batch
+  implementation = static.implementation
+  if query.shape[0] == 0:  # nothing to run: no implementation has to know an empty batch
     batch, length, heads, _ = query.shape
     return query, jnp.zeros((batch, length, heads), accumulator(query.dtype))
   query, key, value, selection, sizes = vary_alike(query, key, value, selection, sizes)
   if implementation.backward is None:
-    out, lse = implementation.forward(
-      query, key, value, selection, sizes, scale=scale, precision=precision
-    )
+    out, lse = _run_forward(static, query, key, value, selection, sizes)
     return out, _natural(lse)
   query, key, value = (reverse_mode_only(x) for x in (query, key, value))
   return _attend(static, query, key, value, selection, sizes)
@@ -183,10 +181,7 @@ def _attend(static, query, key, value, selection, sizes):
 
 
 def _attend_forward(static, query, key, value, selection, sizes):
-  implementation, scale, precision = static
-  out, lse = implementation.forward(
-    query, key, value, selection, sizes, scale=scale, precision=precision
-  )
+  out, lse = _run_forward(static, query, key, value, selection, sizes)
   # Named here, inside the rule: outside it, a policy that saves them would still run the forward twice.
   out, lse = checkpoint_name(out, "vsa_out"), checkpoint_name(lse, "vsa_lse")
   return (out, _natural(lse)), Residual(query, key, value, selection, sizes, out, lse)
@@ -201,7 +196,29 @@ def _attend_backward(static, residual, cotangents):
   delta = jnp.moveaxis(delta, 1, 2)
   delta = jnp.where(lse == -jnp.inf, 0, delta)
   gradients = implementation.backward(residual, d_out, delta, scale=scale, precision=precision)
+  _check_results(implementation, "backward", gradients, residual[:3])
   return (*gradients, None, None)
+
+
+def _run_forward(static, query, key, value, selection, sizes):
+  implementation, scale, precision = static
+  results = implementation.forward(
+    query, key, value, selection, sizes, scale=scale, precision=precision
+  )
+  batch, length, heads, _ = query.shape
+  lse = jax.ShapeDtypeStruct((batch, heads, length), accumulator(query.dtype))
+  _check_results(implementation, "forward", results, (query, lse))
+  return results
+
+
+def _check_results(implementation: Implementation, function: str, got: Any, want: Any) -> None:
+  """ValueError unless an implementation returned what `Implementation` says."""
+  told = [f"{getattr(x, 'dtype', type(x))}{list(jnp.shape(x))}" for x in got]
+  wanted = [f"{x.dtype}{list(x.shape)}" for x in want]
+  if told != wanted:
+    raise ValueError(
+      f"implementation: {implementation.name!r}.{function} returned {told}, want {wanted}"
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -66,8 +66,9 @@ class Residual(NamedTuple):
 class Implementation(Protocol):
   """One way to run the op.  Also the form of a user's own (`implementation=` takes the object).
 
-  Inputs are checked before they arrive.  All arrays are BLNH.  A hashable object: it is a static argument.
-  `backward` may be None: then JAX differentiates `forward`.
+  Inputs are checked before they arrive.  Operands are BLNH; lse and delta are [B, N, Jq*M], and the LSE
+  inside is base 2.  A hashable object: it is a static argument.  What padded slots and unkept tiles hold, NaN
+  included, reaches no result.  `backward` may be None: then JAX differentiates `forward`.
   """
 
   name: str
@@ -87,7 +88,10 @@ class Implementation(Protocol):
     scale: float,
     precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) as in `Residual`.  Padded query rows and rows without keys: out 0, lse -inf."""
+    """(out [B, Jq*M, N, H] in query's dtype, lse [B, N, Jq*M] base 2, float32 or float64).
+
+    Padded query rows and rows without keys: out 0, lse -inf.
+    """
     ...
 
   def backward(

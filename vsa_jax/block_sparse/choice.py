@@ -77,6 +77,10 @@ def reason_against(item: Any, problem: Problem) -> str | None:
     raise ValueError(
       f"implementation: got {item!r}, which has no hash, want a hashable object"
     ) from None
+  if isinstance(item, type):
+    raise ValueError(
+      f"implementation: got the class {item.__name__}, want an object: {item.__name__}()"
+    )
   missing = [
     name for name in ("name", "supports", "forward", "backward") if not hasattr(item, name)
   ]
