@@ -99,5 +99,5 @@ def test_the_models_dtype_stays(tmp_path):
 
 @pytest.mark.parametrize("thing", [{"a": 1}, nnx.Dropout(0.1)])
 def test_what_is_no_model(tmp_path, thing):
-  with pytest.raises(ValueError, match="model: got .*, want a Flax NNX module with parameters"):
+  with pytest.raises(ValueError, match=r"model: got .*, want a Flax NNX module with parameters"):
     checkpoints.save(tmp_path / "c", thing)
