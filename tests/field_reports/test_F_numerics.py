@@ -60,17 +60,18 @@ def test_F03_scale_of_routing_and_coarse_branch(implementation):
   np.testing.assert_allclose(attend(query, 0.25), attend(query * 0.25, 1.0), rtol=1e-6)
 
 
-def test_F05_half_precision_mask_constant(implementation):
+@pytest.mark.parametrize("topk", [1, 2])  # 2: all tiles
+def test_F05_half_precision_mask_constant(implementation, topk):
   query, key, value = qkv(50, 1, 5, 2, 8, dtype=jnp.float16)
   d_out = normal(53, 1, 5, 2, 8, dtype=jnp.float16)
   out, gradients = with_gradients(
-    lambda *x: video_sparse_attention(*x, RAGGED, topk=1, implementation=implementation),
+    lambda *x: video_sparse_attention(*x, RAGGED, topk=topk, implementation=implementation),
     d_out,
     query,
     key,
     value,
   )
-  want = vsa(query, key, value, [(1, 1, 5)], (1, 1, 4), 1, d_out=d_out)
+  want = vsa(query, key, value, [(1, 1, 5)], (1, 1, 4), topk, d_out=d_out)
   chex.assert_tree_all_finite((out, gradients))
   truths = (want.out, want.fine.d_query, want.fine.d_key, want.fine.d_value)
   for got, truth in zip((out, *gradients), truths, strict=True):
