@@ -1,5 +1,7 @@
 """The whole op and the block-sparse op under JAX's transforms; export; retracing; messages."""
 
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
