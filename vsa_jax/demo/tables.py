@@ -62,9 +62,9 @@ held-out loss    mean squared error of the velocity, same flow times; pixels hav
 training step    median wall time of forward, backward and optimizer; the three models take turns
 denoised         PSNR against the original after {report["euler_steps"]} Euler steps from {noised}; higher is better
 
-A run this small shows how the pieces work and what a step costs here. It learns one scene by heart (the held-out
-frames are of the same scene), a few percent of loss are noise, and it says nothing about the quality of a large
-model."""
+In table 1 a gate changes nothing: it starts at zero. A run this small shows how the pieces work and what a step
+costs here. It learns one scene by heart (the held-out frames are of the same scene), has barely learnt to attend,
+another seed may order the losses otherwise, and none of it says anything about the quality of a large model."""
   )
   if steps["dense"] < 40:
     print(
