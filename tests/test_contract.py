@@ -111,7 +111,7 @@ def test_any_traced_table(ids, counts):
   cleaned = with_table(clean, kept)
   got, want, twin = run(with_table(ids, counts), "xla"), run_reference(cleaned), run_twin(cleaned)
   for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
-    assert_close(a, r, t, factor=3 if name.startswith("d_") else 2, name=name)
+    assert_close(a, r, t, name=name)
 
 
 def test_what_an_implementation_returns_is_checked():

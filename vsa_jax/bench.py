@@ -163,7 +163,7 @@ def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
       row["ratio_per_pair"] = (median / pairs) / (dense_ms / length**2)
       row["speedup"] = dense_ms / median
       text += (
-        f"   {row['ratio_per_pair']:.2f} x dense per pair, {row['speedup']:.2f} x faster than dense"
+        f"   {row['ratio_per_pair']:.2f} x dense per pair, {row['speedup']:.2f} x dense's speed"
       )
     print(text)
     rows.append(row)
