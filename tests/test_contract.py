@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from vsa_jax.testing import (
   CASES,
@@ -86,17 +85,20 @@ def test_xla_float64(case):
 
 
 # One shape, so one program: 4 lists of 3 entries over 5 key tiles, of which tile 0 is the prefix.
-LISTS = make_inputs(Case("lists", prefix=1, dense=1, ragged=True), 4, 8, jnp.float32)
-IDS = st.integers(-3, 8) | st.sampled_from([2**31 - 1, -(2**31)])
+LISTS = make_inputs(Case("lists", prefix=1, dense=1), 4, 8, jnp.float32)._replace(
+  tile_sizes=np.array([[3, 4, 1, 0, 2]]), query_tile_sizes=np.array([[4, 2, 4, 0, 3]])
+)
+ANY = [*range(-3, 9), 2**31 - 1, -(2**31)]
 
 
 @settings(max_examples=60)
-@given(
-  arrays(np.int32, (1, 2, 4, 3), elements=IDS),
-  arrays(np.int32, (1, 2, 4), elements=st.integers(-2, 6)),
-)
-def test_any_traced_table(ids, counts):
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_any_traced_table(seed, share):
   """Counts clip to [0, W], an id out of range keeps no key, a duplicate counts twice."""
+  rng, shape = np.random.default_rng(seed), LISTS.selection.indices.shape
+  legal = rng.random(shape) < share
+  ids = np.where(legal, rng.integers(1, 5, shape), rng.choice(ANY, shape)).astype(np.int32)
+  counts = rng.integers(-2, 7, shape[:3], dtype=np.int32)
   clean = np.full_like(ids, 5)
   kept = np.zeros_like(counts)
   for at in np.ndindex(counts.shape):
