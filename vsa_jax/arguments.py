@@ -23,6 +23,10 @@ def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) ->
     raise ValueError(
       f"layout: got {type(layout).__name__}, want a TileLayout, for instance TileLayout([(21, 45, 80)], (4, 4, 4))"
     )
+  if getattr(x, "dtype", np.dtype("O")).kind in "OUS":
+    raise ValueError(
+      f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, want an array of numbers"
+    )
   want = layout.padded_length if tiled else layout.num_tokens
   shape = jnp.shape(x)
   if len(shape) >= 2 and shape[1] == want:
@@ -86,22 +90,26 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def tile_sizes_of(
-  name: str, sizes: Any, batch: int, tiles: int, tile_size: int | None, default: Any
+  name: str, sizes: Any, batch: int, tiles: int, most: Any, default: Any
 ) -> jax.Array:
-  """int32 [B, J] out of sizes [J] or [B, J], checked, clipped to [0, tile_size] when traced."""
+  """int32 [B, J] out of sizes [J] or [B, J], checked; clipped to [0, most] (an int or [J]) when traced."""
   sizes = as_array(default if sizes is None else sizes)
   if sizes.shape not in ((tiles,), (batch, tiles)) or sizes.dtype.kind not in "iu":
     raise ValueError(
       f"{name}: got {sizes.dtype}{list(sizes.shape)}, want ints [{tiles}] or [{batch}, {tiles}]"
     )
+  limit = np.iinfo(np.int32).max if most is None else most
   if is_known(sizes):
     known = np.asarray(sizes)
-    wrong = known[(known < 0) | (known > (np.inf if tile_size is None else tile_size))]
+    limits = np.broadcast_to(limit, known.shape)
+    wrong = np.argwhere((known < 0) | (known > limits))
     if wrong.size:
-      limit = "at least 0" if tile_size is None else f"0..{tile_size}"
-      raise ValueError(f"{name}: got {wrong[0]}, want {limit}: how many slots of a tile are valid")
-  elif tile_size is not None:
-    sizes = jnp.clip(sizes, 0, tile_size)
+      at = tuple(wrong[0].tolist())
+      raise ValueError(
+        f"{name}{list(at)}: got {known[at]}, want 0..{limits[at]}: how many leading slots of the tile are valid"
+      )
+  elif most is not None:
+    sizes = jnp.clip(sizes, 0, limit)
   return jnp.broadcast_to(jnp.asarray(sizes, jnp.int32), (batch, tiles))
 
 

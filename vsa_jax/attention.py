@@ -185,7 +185,8 @@ def _prepare(
   if gate is not None:
     gate = check_broadcasts("gate", gate, "f", "query's shape", query.shape)
   tiles, size = layout.num_tiles, layout.tile_size
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, size, layout.tile_sizes)
+  limits = layout.tile_sizes
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, limits, limits)
   problem = Problem(
     query.dtype, batch, heads, key.shape[2], head_dim, size, tiles, tiles, plan.width
   )

@@ -263,7 +263,8 @@ def _valid_tokens(
   if tile_sizes is None and not (tiled and layout.is_ragged):
     return None
   batch, size = x.shape[0], layout.tile_size
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, size, layout.tile_sizes)
+  limits = layout.tile_sizes
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, limits, limits)
   valid = valid_slots(sizes, size)[..., None]
   return valid if tiled else untile_tokens(valid, layout)
 

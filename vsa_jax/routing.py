@@ -20,9 +20,11 @@ from jax import lax
 
 from vsa_jax.arguments import (
   accumulator,
+  as_array,
   check_broadcasts,
   check_heads,
   check_tokens,
+  is_known,
   static_real,
   static_scale,
   tile_sizes_of,
@@ -49,8 +51,8 @@ def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax
   check_tokens(xt, "xt", layout, tiled=True)
   if tile_sizes is None and not layout.is_ragged:
     return on_own_shards(lambda x: _by_tile(x, layout).mean(2), xt, unsharded_axis=1)
-  tiles, size = layout.num_tiles, layout.tile_size
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, xt.shape[0], tiles, size, layout.tile_sizes)
+  limits = layout.tile_sizes
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, xt.shape[0], layout.num_tiles, limits, limits)
   sizes = jnp.broadcast_to(sizes[(..., *[None] * (xt.ndim - 2))], (*sizes.shape, *xt.shape[2:]))
   return on_own_shards(functools.partial(_pool, layout), xt, sizes, unsharded_axis=1)
 
@@ -141,9 +143,7 @@ def plain_budget(sparsity: Any, topk: Any) -> tuple[Any, Any]:
 
 
 def _each(check: Callable, value: Any) -> Any:
-  if (
-    isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and np.ndim(value) == 1
-  ):
+  if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1):
     return tuple(check(v) for v in value)
   return None if value is None else check(value)
 
@@ -265,6 +265,9 @@ class Plan:
   def check_budget(self, budget: Any, batch: int, heads: int) -> jax.Array:
     """`budget` as [1 or B, 1 or N, J, regions]; ValueError when it does not broadcast."""
     full = (batch, heads, self.layout.num_tiles, len(self.spans))
+    budget = as_array(budget)
+    if is_known(budget) and budget.dtype.kind in "iu":  # before 64 bits are cut to 32
+      budget = np.clip(np.asarray(budget), 0, self.layout.num_tiles).astype(np.int32)
     budget = check_broadcasts("budget", budget, "iu", "[B, N, J, regions]", full)
     return jnp.broadcast_to(budget, (*budget.shape[:2], *full[2:]))
 

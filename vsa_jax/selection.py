@@ -207,7 +207,8 @@ def check_selection(selection: Any, batch: int, heads: int) -> None:
     )
   ids, counts = selection.indices, selection.counts
   for name, array in (("indices", ids), ("counts", counts)):
-    if getattr(array, "dtype", np.dtype("O")).kind not in "iu":
+    dtype = getattr(array, "dtype", np.dtype("O"))
+    if dtype.kind not in "iu" or dtype.itemsize < 4:  # a narrow one cannot hold num_key_tiles
       raise ValueError(f"selection.{name}: got {getattr(array, 'dtype', type(array))}, want int32")
   if np.ndim(ids) != 4 or ids.shape[:2] != (batch, heads):
     raise ValueError(
@@ -223,9 +224,11 @@ def check_selection(selection: Any, batch: int, heads: int) -> None:
     selection.num_dense_rows,
     selection.num_key_tiles,
   )
-  if not 0 <= prefix <= keys or dense < 0:
+  if not all(type(n) is int or isinstance(n, np.integer) for n in (prefix, dense, keys)) or not (
+    0 <= prefix <= keys and dense >= 0
+  ):
     raise ValueError(
-      f"selection: got num_prefix_tiles={prefix}, num_dense_rows={dense}, num_key_tiles={keys}, want"
+      f"selection: got num_prefix_tiles={prefix}, num_dense_rows={dense}, num_key_tiles={keys}, want ints,"
       " 0 <= num_prefix_tiles <= num_key_tiles and num_dense_rows >= 0"
     )
   if is_known(ids) and is_known(counts):

@@ -51,9 +51,16 @@ def shard_map(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> C
   if AxisType.Explicit not in mesh.axis_types:
     return mapped
 
+  hidden = {
+    name
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if kind != AxisType.Explicit
+  }
+
   def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     # What is not sharded yet (tile sizes, a broadcast gate) is cut where it lies: no collective.
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    seen = PartitionSpec(*(_entry(entry, hidden) for entry in spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, seen))
 
   return lambda *arrays: mapped(*jax.tree.map(place, arrays, in_specs))
 

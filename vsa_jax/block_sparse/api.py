@@ -213,6 +213,7 @@ def _run_forward(static, query, key, value, selection, sizes):
 
 def _check_results(implementation: Implementation, function: str, got: Any, want: Any) -> None:
   """ValueError unless an implementation returned what `Implementation` says."""
+  got = got if isinstance(got, (tuple, list)) else (got,)
   told = [f"{getattr(x, 'dtype', type(x))}{list(jnp.shape(x))}" for x in got]
   wanted = [f"{x.dtype}{list(x.shape)}" for x in want]
   if told != wanted:

@@ -46,11 +46,12 @@ class Reference:
     k, v = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (k, v))
 
     times = jnp.repeat(jnp.repeat(selection.multiplicity(), tile_size, axis=2), tile_size, axis=3)
-    times = times * (query_valid[:, None, :, None] & key_valid[:, None, None, :])
+    times = jnp.where(query_valid[:, None, :, None] & key_valid[:, None, None, :], times, 0)
     times = times.astype(dtype)
+    some = (times > 0).any(-1)
     logits = jnp.einsum("bqnh,bknh->bnqk", q, k, precision=lax.Precision.HIGHEST) * scale
     top = lax.stop_gradient(jnp.where(times > 0, logits, -jnp.inf).max(-1, initial=-jnp.inf))
-    top = jnp.where(top == -jnp.inf, 0, top)
+    top = jnp.where(some, top, 0)
     # Twice `where`: the unkept logits may overflow exp, and 0 * inf in its derivative is NaN.
     weights = times * jnp.exp(jnp.where(times > 0, logits - top[..., None], 0))
     total = weights.sum(-1)
@@ -60,6 +61,5 @@ class Reference:
     )
     lse = (top + jnp.log(total)) * LOG2_E
     # The last `where` also cuts off the cotangents of rows without keys.
-    some = (times > 0).any(-1)
     out = jnp.where(jnp.moveaxis(some, 1, 2)[..., None], out, 0)
     return out.astype(query.dtype), jnp.where(some, lse, -jnp.inf)

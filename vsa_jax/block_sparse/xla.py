@@ -130,7 +130,8 @@ def _softmax(q, kept, scale, precision):
   k, v, bias = kept
   logits = _logits(q, k, bias, scale, precision)
   top = logits.max(-1, keepdims=True, initial=-jnp.inf)
-  top = jnp.where(top == -jnp.inf, 0, top)
+  # A row that has keys, all of logit -inf, is NaN, as in dense attention.
+  top = jnp.where((bias > -jnp.inf).any(-1)[:, :, None, None], top, 0)
   weights = jnp.exp2(logits - top)
   total = weights.sum(-1, keepdims=True)
   out = _dot("bnqk,bnkh->bnqh", weights.astype(v.dtype), v, precision) / jnp.where(

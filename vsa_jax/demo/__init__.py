@@ -56,9 +56,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-  for name, least in (("seconds", 1), ("frames", 1), ("size", 16), ("depth", 1), ("steps", 2)):
+  for name, least in (
+    ("seconds", 1),
+    ("frames", 1),
+    ("size", 16),
+    ("depth", 1),
+    ("steps", 2),
+    ("seed", 0),
+  ):
     value = getattr(options, name)
-    if value is not None and value < least:
+    if value is not None and not least <= value < float("inf"):
       raise ValueError(f"--{name}: got {value}, want at least {least}")
   if not 0 < options.sparsity < 1:
     raise ValueError(f"--sparsity: got {options.sparsity}, want a share between 0 and 1")

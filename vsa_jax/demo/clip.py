@@ -86,7 +86,8 @@ def read_clip(path: str | None, length: int, size: int) -> Clip:
 
   file = default_clip() if path is None else pathlib.Path(path)
   if not file.is_file():
-    raise ValueError(f"clip: got {str(file)!r}, want a video file; there is no such file")
+    found = "it is a folder" if file.is_dir() else "there is no such file"
+    raise ValueError(f"clip: got {str(file)!r}, want a video file; {found}")
   try:
     with av.open(str(file)) as container:
       if not container.streams.video:
