@@ -63,7 +63,7 @@ def test_a_short_sample_keeps_its_first_tokens():
     ([[5.0, 18.0]], "float64"),
     ([[6, 18]], r"lengths\[0, 0\]: got 6, want 0..5"),
     ([[5, -6]], r"lengths\[0, 1\]: got -6"),
-    ([[5, 7]], "in steps of 6"),
+    ([[5, 7]], "in whole frames of 6 tokens"),
   ],
 )
 def test_wrong_lengths(lengths, message):
