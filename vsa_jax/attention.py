@@ -155,6 +155,7 @@ class _Options:
   ragged: bool  # whether any tile may have padding
   scale: float
   precision: Any
+  max_score_bytes: int
   implementation: Any = None
 
 
@@ -192,7 +193,12 @@ def _prepare(
   )
   ragged = layout.is_ragged or tile_sizes is not None
   options = _Options(
-    plan, bool(tiled), ragged, static_scale(scale, head_dim), check_precision(precision)
+    plan,
+    bool(tiled),
+    ragged,
+    static_scale(scale, head_dim),
+    check_precision(precision),
+    MAX_SCORE_BYTES,
   )
   return options, problem, _Operands(query, key, value, sizes, budget, gate)
 
@@ -239,7 +245,7 @@ def _route(options: _Options, query, key, value, sizes, budget, *, with_coarse: 
   tiles = layout.num_tiles
   known = batch if isinstance(batch, int) else 1  # a symbolic batch, of jax.export, counts as one
   row_bytes = known * heads * tiles * pooled_query.dtype.itemsize
-  block = max(1, min(tiles, MAX_SCORE_BYTES // max(row_bytes, 1)))
+  block = max(1, min(tiles, options.max_score_bytes // max(row_bytes, 1)))
   if block == tiles:
     lists, coarse = rows(pooled_query, budget)
   else:
