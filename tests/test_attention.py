@@ -234,7 +234,7 @@ Q, K, V = (INPUTS[n] for n in RAW[:3])
     ((Q, K, V), {"topk": 1, "implementation": 3}, "implementation: got 3 without"),
     ((Q, K, V), {"topk": 1, "implementation": ()}, "empty sequence"),
     ((Q, K, V), {"topk": 1, "tile_sizes": np.ones(3, int)}, r"tile_sizes: got int64\[3\]"),
-    ((Q, K, V), {"topk": 1, "tile_sizes": LAYOUT.tile_sizes + 8}, "tile_sizes: got"),
+    ((Q, K, V), {"topk": 1, "tile_sizes": LAYOUT.tile_sizes + 8}, r"tile_sizes\[0\]: got"),
     ((Q, K, V), {"topk": 1, "tile_sizes": LAYOUT.tile_sizes * 1.0}, "tile_sizes: got float64"),
     ((Q, K, V), {"topk": 1, "sharding": "batch"}, "sharding: got str, want the NamedSharding"),
     ((Q, K, V), {"topk": 1, "tiled": True}, "tile_tokens first"),

@@ -118,7 +118,7 @@ def test_memory_is_one_row_of_tiles():
 def test_wrong_arguments_are_named():
   x = normal(0, 1, 8, 2, 4)
   selection = TileSelection.from_mask(np.ones((1, 2, 2, 2), bool))
-  with pytest.raises(ValueError, match=r"tile_sizes: got 5, want 0\.\.4"):
+  with pytest.raises(ValueError, match=r"tile_sizes\[0\]: got 5, want 0\.\.4"):
     coverage(x, x, selection, tile_sizes=np.array([5, 1]))
   with pytest.raises(ValueError, match="key: got 12 tokens"):
     coverage(x, normal(0, 1, 12, 2, 4), selection)
