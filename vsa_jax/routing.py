@@ -267,7 +267,7 @@ class Plan:
     full = (batch, heads, self.layout.num_tiles, len(self.spans))
     budget = as_array(budget)
     if is_known(budget) and budget.dtype.kind in "iu":  # before 64 bits are cut to 32
-      budget = np.clip(np.asarray(budget), 0, self.layout.num_tiles).astype(np.int32)
+      budget = np.clip(np.asarray(budget), 0, self.layout.num_tiles)
     budget = check_broadcasts("budget", budget, "iu", "[B, N, J, regions]", full)
     return jnp.broadcast_to(budget, (*budget.shape[:2], *full[2:]))
 
