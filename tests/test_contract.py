@@ -34,6 +34,14 @@ class TestReference(ImplementationContract):
   test_unkept_tiles_never_matter = None
 
 
+class TestXlaInBfloat16First(ImplementationContract):
+  """As a kernel of 16 bits alone is tested."""
+
+  implementation = "xla"
+  dtypes = ("bfloat16",)
+  cases = CASES[:2]
+
+
 class _Borrowed:
   """A user's own implementation: the xla one under another name, its calls counted."""
 
