@@ -17,12 +17,17 @@ import numpy as np
 from vsa_jax.layout import TileLayout
 
 
-def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) -> None:
-  """ValueError unless x is [B, P, ...] (tiled) or [B, L, ...] as the layout says."""
+def check_layout(layout: Any) -> None:
+  """ValueError unless it is a TileLayout."""
   if not isinstance(layout, TileLayout):
     raise ValueError(
       f"layout: got {type(layout).__name__}, want a TileLayout, for instance TileLayout([(21, 45, 80)], (4, 4, 4))"
     )
+
+
+def check_tokens(x: jax.Array, name: str, layout: TileLayout, *, tiled: bool) -> None:
+  """ValueError unless x is [B, P, ...] (tiled) or [B, L, ...] as the layout says."""
+  check_layout(layout)
   if getattr(x, "dtype", np.dtype("O")).kind in "OUS":
     raise ValueError(
       f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, want an array of numbers"
@@ -89,11 +94,12 @@ def check_heads(heads: int, kv_heads: int) -> None:
     )
 
 
-def tile_sizes_of(
-  name: str, sizes: Any, batch: int, tiles: int, most: Any, default: Any
-) -> jax.Array:
-  """int32 [B, J] out of sizes [J] or [B, J], checked; clipped to [0, most] (an int or [J]) when traced."""
-  sizes = as_array(default if sizes is None else sizes)
+def tile_sizes_of(name: str, sizes: Any, batch: int, tiles: int, most: Any) -> jax.Array:
+  """int32 [B, J] out of sizes [J] or [B, J], checked; clipped to [0, most] when traced.
+
+  most: an int or [J], also the default of sizes; None where there is no limit and no default.
+  """
+  sizes = as_array(np.broadcast_to(most, (tiles,)) if sizes is None else sizes)
   if sizes.shape not in ((tiles,), (batch, tiles)) or sizes.dtype.kind not in "iu":
     raise ValueError(
       f"{name}: got {sizes.dtype}{list(sizes.shape)}, want ints [{tiles}] or [{batch}, {tiles}]"
@@ -134,7 +140,7 @@ def check_precision(precision: Any) -> Any:
     raise ValueError(
       f'precision: got {precision!r}, want None, "default", "high", "highest" or a jax.lax.Precision ({error})'
     ) from None
-  return tuple(precision) if isinstance(precision, list) else precision
+  return precision
 
 
 def static_real(name: str, value: Any, remedy: str) -> float:

@@ -91,8 +91,8 @@ def video_sparse_attention(
     gate: None: no coarse branch.  Else a floating array that broadcasts to query's shape, and
       out = fine + gate * coarse, where coarse is softmax(tile scores over all tiles) . mean value, equal
       for all tokens of a tile.  A gate of zeros gives the output of None (-0.0 may become 0.0), and still
-      has a gradient.
-      Other packages add the coarse branch at weight 1 when the gate is left out; this one does not.
+      has a gradient.  Other packages add the coarse branch at weight 1 when the gate is left out; this
+      one does not.
     tiled: query, key, value, the gate, the output and Aux.lse are in tiled order.
     prefix: "exempt", or "compete" (rules 2.4; one video region).
     tile_sizes: int [J] or [B, J], valid tokens of each tile where samples differ, see
@@ -186,8 +186,7 @@ def _prepare(
   if gate is not None:
     gate = check_broadcasts("gate", gate, "f", "query's shape", query.shape)
   tiles, size = layout.num_tiles, layout.tile_size
-  limits = layout.tile_sizes
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, limits, limits)
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, layout.tile_sizes)
   problem = Problem(
     query.dtype, batch, heads, key.shape[2], head_dim, size, tiles, tiles, plan.width
   )
@@ -311,10 +310,9 @@ def _combine(
 def _on_shards(run: Any, placement: Placement, operands: _Operands) -> Any:
   """`run` inside one shard_map."""
   query, key, value, sizes, budget, gate = operands
-  check_key_placement(placement, query, key)
+  check_key_placement(placement, query, key, value)
   tokens: Any = placement.spec(query.shape, 2)
   keys: Any = placement.spec(key.shape, 2)
-  check_placement(placement, "value", value, keys)
   gate_spec: Any = None if gate is None else placement.spec(gate.shape, 2)
   if gate is not None and gate.shape == query.shape:
     check_placement(placement, "gate", gate, gate_spec)

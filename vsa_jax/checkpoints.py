@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from vsa_jax.nnx import VSAAttention
@@ -31,16 +32,16 @@ def save(path: str | os.PathLike, model: nnx.Module) -> None:
   """
   import orbax.checkpoint as ocp  # slow to import, and only needed here
 
-  if not isinstance(model, nnx.Module) or not nnx.to_pure_dict(nnx.state(model, nnx.Param)):
+  params = _params(model) if isinstance(model, nnx.Module) else {}
+  if not params:
     raise ValueError(f"model: got {type(model).__name__}, want a Flax NNX module with parameters")
   folder = pathlib.Path(path).resolve()
   if (folder / _FILE).exists() or (folder / "params").exists():
     raise ValueError(f"path: got {str(path)!r}, which holds a checkpoint; want a new directory")
-  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  shapes = {_join(name): list(x.shape) for name, x in flat_params(params).items()}
+  shapes = {_join(name): list(x.shape) for name, x in params.items()}
   about = json.dumps({"config": configs(model), "shapes": shapes}, indent=1)
   with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder / "params", params)
+    checkpointer.save(folder / "params", _nested(params))
   (folder / _FILE).write_text(about)  # last: it says that the checkpoint is whole
 
 
@@ -72,11 +73,8 @@ def restore(
     ) from None
   check_configs(saved_configs, configs(model), zero_missing_gates=zero_missing_gates)
   saved = {_split(name): jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
-  mine = flat_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-  gates = _gates(model)
-  zeroed = {k: v for k, v in mine.items() if k[:-1] in gates and zero_missing_gates}
-  check_params(mine, {**zeroed, **saved}, gates)
-  target = _nested({k: _struct(v) for k, v in mine.items() if k in saved})
+  wanted = _checked(model, saved, zero_missing_gates=zero_missing_gates)
+  target = _nested({name: _struct(wanted[name]) for name in saved})
   with ocp.StandardCheckpointer() as checkpointer:
     params = checkpointer.restore(folder / "params", target)
   load_params(model, params, zero_missing_gates=zero_missing_gates)
@@ -95,16 +93,26 @@ def load_params(
   Raises:
     ValueError: parameters are missing, surplus or of another shape; the message lists them.
   """
+  given = flat_params(params)
+  wanted = _checked(model, given, zero_missing_gates=zero_missing_gates)
+  values = {
+    name: jnp.asarray(given[name], x.dtype) if name in given else jnp.zeros_like(x)
+    for name, x in wanted.items()
+  }
   state = nnx.state(model, nnx.Param)
-  want, given = flat_params(nnx.to_pure_dict(state)), flat_params(params)
-  gates = _gates(model)
-  if zero_missing_gates:
-    zeros = {k: jax.numpy.zeros_like(v) for k, v in want.items() if k[:-1] in gates}
-    given = {**zeros, **given}
-  check_params(want, given, gates)
-  given = {k: jax.numpy.asarray(v, want[k].dtype) for k, v in given.items()}
-  nnx.replace_by_pure_dict(state, _nested(given))
+  nnx.replace_by_pure_dict(state, _nested(values))
   nnx.update(model, state)
+
+
+def _checked(
+  model: nnx.Module, given: Mapping[Any, Any], *, zero_missing_gates: bool
+) -> dict[tuple[str, ...], Any]:
+  """The model's parameters by path; ValueError unless `given` has them all, but for gates that may lack."""
+  wanted, gates = _params(model), _gates(model)
+  may_lack = gates if zero_missing_gates else ()
+  needed = {k: v for k, v in wanted.items() if k in given or k[:-1] not in may_lack}
+  check_params(needed, given, gates)
+  return wanted
 
 
 def configs(model: nnx.Module) -> dict[str, Any]:
@@ -185,6 +193,10 @@ def _gates(model: nnx.Module) -> set[tuple[str, ...]]:
 
 def _attentions(model: nnx.Module) -> list[tuple[Any, VSAAttention]]:
   return [(p, m) for p, m in nnx.iter_modules(model) if isinstance(m, VSAAttention)]
+
+
+def _params(model: nnx.Module) -> dict[tuple[str, ...], Any]:
+  return flat_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

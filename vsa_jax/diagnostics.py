@@ -56,7 +56,7 @@ def coverage(
   run: Any = functools.partial(_coverage, static_scale(scale, problem.head_dim))
   placement = placement_of(query, None)
   if placement is not None:
-    specs = operand_specs(placement, query, key, selection)
+    specs = operand_specs(placement, query, key, key, selection)
     run = shard_map(placement.mesh, run, specs, PartitionSpec(placement.batch, placement.heads))
   return run(query, key, selection, sizes)
 

@@ -262,10 +262,9 @@ def _valid_tokens(
   """bool [B, tokens, 1]: which tokens of x are not padding; None when all are, for certain."""
   if tile_sizes is None and not (tiled and layout.is_ragged):
     return None
-  batch, size = x.shape[0], layout.tile_size
-  limits = layout.tile_sizes
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, layout.num_tiles, limits, limits)
-  valid = valid_slots(sizes, size)[..., None]
+  batch, tiles = x.shape[0], layout.num_tiles
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, layout.tile_sizes)
+  valid = valid_slots(sizes, layout.tile_size)[..., None]
   return valid if tiled else untile_tokens(valid, layout)
 
 

@@ -23,6 +23,7 @@ from vsa_jax.arguments import (
   as_array,
   check_broadcasts,
   check_heads,
+  check_layout,
   check_tokens,
   is_known,
   static_real,
@@ -51,8 +52,8 @@ def pool_tiles(xt: jax.Array, layout: TileLayout, tile_sizes: Any = None) -> jax
   check_tokens(xt, "xt", layout, tiled=True)
   if tile_sizes is None and not layout.is_ragged:
     return on_own_shards(lambda x: _by_tile(x, layout).mean(2), xt, unsharded_axis=1)
-  limits = layout.tile_sizes
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, xt.shape[0], layout.num_tiles, limits, limits)
+  batch, tiles = xt.shape[0], layout.num_tiles
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, tiles, layout.tile_sizes)
   sizes = jnp.broadcast_to(sizes[(..., *[None] * (xt.ndim - 2))], (*sizes.shape, *xt.shape[2:]))
   return on_own_shards(functools.partial(_pool, layout), xt, sizes, unsharded_axis=1)
 
@@ -114,7 +115,7 @@ def routing_scores(
   scores = scores.reshape(batch, heads, rows, columns) * static_scale(scale, dim)
   if tile_sizes is None:
     return scores
-  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, columns, None, None)
+  sizes = tile_sizes_of("tile_sizes", tile_sizes, batch, columns, None)
   return jnp.where(sizes[:, None, None, :] > 0, scores, -jnp.inf)
 
 
@@ -201,8 +202,7 @@ def select_tiles(
   Raises:
     ValueError: a wrong argument, named.
   """
-  if not isinstance(layout, TileLayout):
-    raise ValueError(f"layout: got {type(layout).__name__}, want the TileLayout of the scores")
+  check_layout(layout)
   tiles = layout.num_tiles
   shape, dtype = np.shape(scores), getattr(scores, "dtype", np.dtype("O"))
   if len(shape) != 4 or shape[2:] != (tiles, tiles) or not jnp.issubdtype(dtype, jnp.floating):

@@ -105,15 +105,18 @@ def placement_of(query: jax.Array, sharding: Any) -> Placement | None:
   return Placement(found.mesh, batch, heads)
 
 
-def check_key_placement(placement: Placement, query: jax.Array, key: jax.Array) -> None:
-  """ValueError unless key (and so value) can be sharded like query, and is."""
+def check_key_placement(
+  placement: Placement, query: jax.Array, key: jax.Array, value: jax.Array
+) -> None:
+  """ValueError unless key and value can be sharded like query, and are."""
   kv_heads, ways = key.shape[2], _ways(placement.mesh, placement.heads)
   if kv_heads != 1 and kv_heads % ways:
     raise ValueError(
       f"sharding: query's {query.shape[2]} heads are split {ways} ways over mesh axis {placement.heads!r}, key has"
       f" {kv_heads}; want a multiple of {ways}, or one head; repeat key and value heads up to {ways}"
     )
-  check_placement(placement, "key", key, placement.spec(key.shape, 2))
+  for name, array in (("key", key), ("value", value)):
+    check_placement(placement, name, array, placement.spec(array.shape, 2))
 
 
 def check_placement(placement: Placement, name: str, array: Any, want: PartitionSpec) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from vsa_jax.arguments import (
@@ -87,8 +86,7 @@ def block_sparse_attention(
   )
   attend: Any = functools.partial(attend_local, static)
   if placement is not None:
-    tokens, keys, lists, both_sizes = operand_specs(placement, query, key, selection)
-    check_placement(placement, "value", value, keys)
+    tokens, keys, lists, both_sizes = operand_specs(placement, query, key, value, selection)
     specs = (tokens, keys, keys, lists, both_sizes)
     lse_spec = placement.spec(query.shape[:3], 2)
     attend = shard_map(placement.mesh, attend, specs, (tokens, lse_spec))
@@ -117,9 +115,7 @@ def check_problem(
       f"query: got {query_length} tokens, want a multiple of the selection's {query_tiles} query tiles"
       f" ({key_tiles} key tiles); tile_tokens pads to whole tiles"
     )
-  problem = Problem.of(
-    query, key, query_tiles=query_tiles, key_tiles=key_tiles, width=selection.width
-  )
+  problem = Problem.of(query, key, selection)
   if key_length != key_tiles * problem.tile_size:
     raise ValueError(
       f"key: got {key_length} tokens, want {key_tiles * problem.tile_size}: the selection's {key_tiles} key tiles"
@@ -134,18 +130,21 @@ def sizes_of(problem: Problem, tile_sizes: Any, query_tile_sizes: Any) -> Sizes:
     query_tile_sizes = tile_sizes
 
   def checked(name: str, sizes: Any, tiles: int) -> jax.Array:
-    full = np.full(tiles, problem.tile_size, np.int32)
-    return tile_sizes_of(name, sizes, problem.batch, tiles, problem.tile_size, full)
+    return tile_sizes_of(name, sizes, problem.batch, tiles, problem.tile_size)
 
   key = checked("tile_sizes", tile_sizes, problem.key_tiles)
   return Sizes(checked("query_tile_sizes", query_tile_sizes, problem.query_tiles), key)
 
 
 def operand_specs(
-  placement: Placement, query: jax.Array, key: jax.Array, selection: TileSelection
+  placement: Placement,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  selection: TileSelection,
 ) -> tuple[Any, Any, Any, Any]:
-  """Specs of query, key, selection and Sizes; ValueError when an operand is sharded otherwise."""
-  check_key_placement(placement, query, key)
+  """Specs of query, key (and value), selection, Sizes; ValueError when one is sharded otherwise."""
+  check_key_placement(placement, query, key, value)
   lists = jax.tree.map(lambda x: placement.spec(x.shape, 1), selection)
   for name in ("indices", "counts"):
     check_placement(placement, f"selection.{name}", getattr(selection, name), getattr(lists, name))

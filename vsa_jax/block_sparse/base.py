@@ -28,12 +28,19 @@ class Problem:
   width: int  # W, of the lists
 
   @classmethod
-  def of(cls, query: Any, key: Any, *, query_tiles: int, key_tiles: int, width: int) -> Problem:
+  def of(cls, query: Any, key: Any, selection: TileSelection) -> Problem:
     """The facts of tiled operands: query [B, Jq*M, N, H], key [B, Jk*M, K, H]."""
     batch, length, heads, head_dim = query.shape
-    size = length // query_tiles
     return cls(
-      query.dtype, batch, heads, key.shape[2], head_dim, size, query_tiles, key_tiles, width
+      query.dtype,
+      batch,
+      heads,
+      key.shape[2],
+      head_dim,
+      length // selection.num_query_tiles,
+      selection.num_query_tiles,
+      selection.num_key_tiles,
+      selection.width,
     )
 
   @property

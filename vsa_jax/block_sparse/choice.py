@@ -42,9 +42,8 @@ def choose(asked: Any, problem: Problem, *, partitioned: bool) -> Implementation
     return next(
       IMPLEMENTATIONS[name] for name in _AUTOMATIC if reason_against(name, problem) is None
     )
-  several = isinstance(asked, Sequence) and not isinstance(asked, str)
   reasons = []
-  for item in asked if several else [asked]:
+  for item in _items(asked):
     reason = reason_against(item, problem)
     if reason is None:
       implementation = IMPLEMENTATIONS[item] if isinstance(item, str) else item
@@ -94,13 +93,14 @@ def reason_against(item: Any, problem: Problem) -> str | None:
 
 def survey(asked: Any, problem: Problem) -> dict[Any, str | None]:
   """Every name, and every object asked for, with the reason why it cannot run a call (None: it can)."""
-  several = isinstance(asked, Sequence) and not isinstance(asked, str)
-  items = [*(asked if several else [asked]), *_NAMES]
   reasons: dict[Any, str | None] = {}
-  for item in items:
-    if item is not None:
-      reasons.setdefault(_name(item), reason_against(item, problem))
+  for item in [*([] if asked is None else _items(asked)), *_NAMES]:
+    reasons.setdefault(_name(item), reason_against(item, problem))
   return reasons
+
+
+def _items(asked: Any) -> Sequence[Any]:
+  return asked if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
 
 
 def _name(item: Any) -> Any:

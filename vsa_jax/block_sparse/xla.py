@@ -45,7 +45,7 @@ class Xla:
     precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE; see `Implementation.forward`."""
-    shape = _problem(query, key, selection)
+    shape = Problem.of(query, key, selection)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
 
@@ -72,7 +72,7 @@ class Xla:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value); see `Implementation.backward`."""
     query, key, value, selection, sizes, _, lse = residual
-    shape = _problem(query, key, selection)
+    shape = Problem.of(query, key, selection)
     dtype = accumulator(query.dtype)
     q = _query_tiles(query, sizes.query, shape)
     keys, values = _key_tiles(key, sizes.key, shape), _key_tiles(value, sizes.key, shape)
@@ -109,16 +109,6 @@ class Xla:
       for x, like in zip(carry, (key, value), strict=True)
     )
     return d_query, d_key, d_value
-
-
-def _problem(query: jax.Array, key: jax.Array, selection: TileSelection) -> Problem:
-  return Problem.of(
-    query,
-    key,
-    query_tiles=selection.num_query_tiles,
-    key_tiles=selection.num_key_tiles,
-    width=selection.width,
-  )
 
 
 # Attention of one row of tiles.  q [B, K, rows, H], k and v [B, K, columns, H], bias [B, 1 or K, columns]:
