@@ -24,10 +24,10 @@ struct Shape {
   int64_t num_prefix_tiles; // P, 0..Jk
   int64_t num_dense_rows;   // D, 0..Jq
 
-  int64_t groups() const { return heads / kv_heads; }
-  int64_t rows() const { return query_tiles - num_dense_rows; }  // R
-  int64_t query_length() const { return query_tiles * tile_size; }
-  int64_t key_length() const { return key_tiles * tile_size; }
+  constexpr int64_t groups() const { return heads / kv_heads; }
+  constexpr int64_t rows() const { return query_tiles - num_dense_rows; }  // R
+  constexpr int64_t query_length() const { return query_tiles * tile_size; }
+  constexpr int64_t key_length() const { return key_tiles * tile_size; }
 };
 
 // Which tiles meet, and which of their slots count.  Counts outside [0, W] are clipped; an id outside [P, Jk)
@@ -50,6 +50,7 @@ struct ForwardParams {
   const void* value;  // [B, Jk*M, K, H]
   void* out;          // [B, Jq*M, N, H]; 0 in padded rows and rows without keys
   void* lse;          // [B, N, Jq*M]; -inf there
+  void* workspace;    // as many bytes as the kernel's *Workspace function says; CUDA only
 };
 
 struct BackwardParams {

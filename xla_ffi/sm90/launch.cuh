@@ -1,0 +1,38 @@
+// Launching persistent kernels: one CTA per SM, work handed out by a ticket counter in global memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+namespace vsa::sm90 {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+inline std::string Said(cudaError_t error) {
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+// Zeroes the ticket, then launches min(items, SMs) CTAs. Safe under stream capture.
+template <class... Parameters, class... Arguments>
+std::string LaunchPersistent(void (*kernel)(Parameters...), int threads, size_t shared_bytes, int items, int* ticket,
+                             cudaStream_t stream, const Arguments&... arguments) {
+  int device, processors;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+  }
+  if (error == cudaSuccess) error = cudaMemsetAsync(ticket, 0, sizeof(int), stream);
+  if (error == cudaSuccess) {
+    kernel<<<std::min(items, processors), threads, shared_bytes, stream>>>(arguments...);
+    error = cudaGetLastError();
+  }
+  return Said(error);
+}
+
+}  // namespace vsa::sm90

@@ -1,0 +1,154 @@
+// wgmma: D[64, N] += A[64, 16] B[16, N] by one warpgroup, A and B of 16-bit T, D float32 in registers.
+//
+// Accumulator d[i] of a thread (PTX ISA, wgmma m64nNk16): row 16 * warp + lane / 4 + 8 * (i / 2 % 2), column
+// 8 * (i / 4) + 2 * (lane % 4) + i % 2. A in registers has the same layout, two columns a register, so the
+// accumulators of one product, rounded, are the A operand of the next.
+//
+// In shared memory an operand is made of 128-byte rows of 64 elements with the 128-byte swizzle, in blocks of
+// any number of rows (TMA boxes [64, 1, rows]); blocks start at multiples of 1024 bytes. A matrix stored as
+// [rows, columns] can enter with its columns as the K dimension ("K-major") or with its rows as K ("MN-major").
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace vsa::sm90 {
+
+constexpr int kSwizzleColumns = 64;      // elements of a 128-byte row
+constexpr int kSwizzleAtomBytes = 1024;  // 8 rows: the swizzle repeats
+
+// Shared-memory matrix descriptor (PTX ISA, "Matrix descriptor format"): address, leading and stride byte
+// offsets in units of 16 bytes, 128-byte swizzle.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
+         static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         static_cast<uint64_t>(kSwizzleAtomBytes >> 4) << 32 | uint64_t{1} << 62;
+}
+
+// K-major: rows are M or N, columns K. One step of 16 columns is 32 bytes; 64 columns on, the next block.
+__device__ __forceinline__ uint64_t k_major(uint32_t block, int step, int block_bytes) {
+  constexpr int kSteps = kSwizzleColumns / 16;
+  return descriptor(block + step / kSteps * block_bytes + step % kSteps * 32, 16);
+}
+
+// MN-major: rows are K, columns M or N. One step is 16 rows; blocks of 64 columns lie block_bytes apart.
+__device__ __forceinline__ uint64_t mn_major(uint32_t block, int step, int block_bytes) {
+  return descriptor(block + step * 2 * kSwizzleAtomBytes, block_bytes);
+}
+
+// Before the first wgmma of a sequence, and after registers it reads were written.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// At most kPending committed groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Pins registers at this point of the program: the compiler does not see that wgmma writes them later.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+enum class Major { kK, kMN };
+
+#define VSA_D8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define VSA_D32(d, i) VSA_D8(d, i), VSA_D8(d, i + 8), VSA_D8(d, i + 16), VSA_D8(d, i + 24)
+#define VSA_NAMES32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define VSA_NAMES64 \
+  VSA_NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// The operands that follow D: A's descriptor, B's, whether D is added to, and the transposes.
+#define VSA_SS(n, type, names, a, b, add, ta, tb)                                                      \
+  "{.reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+  " {" names "}, " a ", " b ", p, 1, 1, " ta ", " tb ";}"
+#define VSA_RS(n, type, names, a0, a1, a2, a3, b, add, tb)                                              \
+  "{.reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+  " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1, " tb ";}"
+
+// D (+)= A B with both operands in shared memory; add = 0 overwrites D.
+template <class T, Major kA, Major kB, int kAccumulators>
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], uint64_t a, uint64_t b, int add) {
+  static_assert(kAccumulators == 32 || kAccumulators == 64, "N = 64 or 128");
+  constexpr int ta = kA == Major::kMN, tb = kB == Major::kMN;
+  if constexpr (kAccumulators == 32) {
+    if constexpr (std::is_same_v<T, __half>) {
+      asm volatile(VSA_SS("64", "f16", VSA_NAMES32, "%32", "%33", "%34", "%35", "%36")
+                   : VSA_D32(d, 0) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
+    } else {
+      asm volatile(VSA_SS("64", "bf16", VSA_NAMES32, "%32", "%33", "%34", "%35", "%36")
+                   : VSA_D32(d, 0) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
+    }
+  } else {
+    if constexpr (std::is_same_v<T, __half>) {
+      asm volatile(VSA_SS("128", "f16", VSA_NAMES64, "%64", "%65", "%66", "%67", "%68")
+                   : VSA_D32(d, 0), VSA_D32(d, 32) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
+    } else {
+      asm volatile(VSA_SS("128", "bf16", VSA_NAMES64, "%64", "%65", "%66", "%67", "%68")
+                   : VSA_D32(d, 0), VSA_D32(d, 32) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
+    }
+  }
+}
+
+// D (+)= A B with A in four registers of two elements.
+template <class T, Major kB, int kAccumulators>
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t* a, uint64_t b, int add) {
+  static_assert(kAccumulators == 32 || kAccumulators == 64, "N = 64 or 128");
+  constexpr int tb = kB == Major::kMN;
+  if constexpr (kAccumulators == 32) {
+    if constexpr (std::is_same_v<T, __half>) {
+      asm volatile(VSA_RS("64", "f16", VSA_NAMES32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+                   : VSA_D32(d, 0)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(tb));
+    } else {
+      asm volatile(VSA_RS("64", "bf16", VSA_NAMES32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+                   : VSA_D32(d, 0)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(tb));
+    }
+  } else {
+    if constexpr (std::is_same_v<T, __half>) {
+      asm volatile(VSA_RS("128", "f16", VSA_NAMES64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+                   : VSA_D32(d, 0), VSA_D32(d, 32)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(tb));
+    } else {
+      asm volatile(VSA_RS("128", "bf16", VSA_NAMES64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+                   : VSA_D32(d, 0), VSA_D32(d, 32)
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(tb));
+    }
+  }
+}
+
+#undef VSA_D8
+#undef VSA_D32
+#undef VSA_NAMES32
+#undef VSA_NAMES64
+#undef VSA_SS
+#undef VSA_RS
+
+// (low, high) rounded to nearest even, in one register.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 x = __floats2half2_rn(low, high);
+    return reinterpret_cast<uint32_t&>(x);
+  } else {
+    __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t&>(x);
+  }
+}
+
+}  // namespace vsa::sm90
