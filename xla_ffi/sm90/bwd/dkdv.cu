@@ -1,0 +1,166 @@
+// dK and dV: the keys stay, the query tiles that keep them pass by.
+//
+//   S^T = K Q^T    P^T = exp2(scale_log2 S^T - lse)     dV += P^T dO
+//   dP^T = V dO^T  dS^T = P^T (dP^T - delta)            dK += dS^T Q, times scale at the end
+//
+// CTA: 3 warpgroups, persistent, one per SM.
+//   warpgroup 0     producers: a warp per stream takes tickets, walks lists and issues every TMA load
+//   warpgroup 1, 2  consumers of 64 keys each: dK 64, dV 64, S 32, dP 32, P and dS rounded 16 + 16 registers
+//
+// An item is the keys of a stream: 128 of one tile, or with two streams a tile of 64. Its steps are 64 queries each,
+// over the query heads of its kv head in order, and in a head over ascending query tiles.
+//
+//   tensor cores of a consumer   S(i+1)   dP(i+1)        dV(i+1)      dK(i+1)   S(i+2) ...
+//   its other units                       P = exp2(...)  dS = P(...)
+//
+// Only the products of one consumer that are shown above each other overlap; the other consumer fills the rest.
+//
+// Ring: Q with lse, dO with delta. Both are released when dV and dK are done. K and V are given back when the last dP
+// is done; the next item's arrive behind the last products and the stores.
+// Shared memory at H = 128: K and V 64 KB, ring of ten 16 KB slots 160 KB, row values 2.5 KB.
+//
+// Invariants: padded rows of Q and dO are cleared in their slots and their P is 0; padded keys reach only their own
+// rows of dK and dV, which are written as 0.
+#include "../launch.cuh"
+#include "../lists.cuh"
+#include "../tensor_map.h"
+#include "keys.cuh"
+#include "parts.h"
+#include "pipeline.cuh"
+
+namespace vsa::sm90 {
+namespace {
+
+struct Arguments {
+  Shape shape;
+  Pairs pairs;
+  Transposed transposed;
+  float scale, scale_log2;
+  const float* lse;
+  const float* delta;
+  void* d_key;
+  void* d_value;
+  int* tickets;
+  int items;
+};
+
+struct Maps {
+  CUtensorMap query, d_out, key, value;
+};
+
+template <int kHeadDim, int kStreams>
+using Memory = Shared<kHeadDim, kStreams, kHeadDim == 128 ? 10 : 16>;
+
+template <class Smem>
+__device__ void produce(Smem& smem, const Arguments& args, const Maps& maps, int stream) {
+  Loader<Smem> loader(smem, stream);
+  loader.run(args.tickets, args.items, [&](int ticket) {
+    const Shape& shape = args.shape;
+    const int tile_size = static_cast<int>(shape.tile_size);
+    const int blocks = static_cast<int>(shape.key_length()) / Smem::kItemRows;
+    const int batch = ticket / blocks / static_cast<int>(shape.kv_heads);
+    const int kv_head = ticket / blocks % static_cast<int>(shape.kv_heads);
+    const int token = ticket % blocks * Smem::kItemRows;
+    const int key_tile = token / tile_size;
+    const int size = args.pairs.key_sizes[batch * shape.key_tiles + key_tile];
+    const int valid = min(max(size - token % tile_size, 0), Smem::kItemRows);
+    loader.load_resident(&maps.key, &maps.value, {batch, kv_head, token, valid},
+                         batch * static_cast<int>(shape.key_length()) + token);
+    if (valid == 0) return true;
+    const int groups = static_cast<int>(shape.groups());
+    for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
+      const int64_t row = batch * shape.heads + head;
+      const auto visit = [&](int query_tile, int query_size, int) {
+        for (int at = 0; at < query_size; at += kBlockRows) {
+          const int query = query_tile * tile_size + at;
+          const int over_batches = batch * static_cast<int>(shape.query_length()) + query;
+          const int64_t value = row * shape.query_length() + query;
+          const int queries = min(query_size - at, kBlockRows);
+          loader.load(&maps.query, head, over_batches, queries, args.lse + value);
+          loader.load(&maps.d_out, head, over_batches, queries, args.delta + value);
+        }
+      };
+      for_each_query_tile(shape, args.pairs, batch, args.transposed.offsets + row * (shape.key_tiles + 1),
+                          args.transposed.entries + row * shape.rows() * shape.width, key_tile, visit);
+    }
+    return true;
+  });
+}
+
+template <class T, class Smem>
+__device__ void consume(Smem& smem, const Arguments& args, int index) {
+  Reader<Smem> reader(smem, index);
+  for (int queries; (queries = reader.wait()) != kWorkEnds;) {
+    const Item item = reader.wait_resident();
+    KeyConsumer<T, Smem> consumer(reader, args.scale, args.scale_log2);
+    consumer.accumulate(queries, [](const auto&, int) {});
+    consumer.store(args.shape, item, args.d_key, args.d_value);
+  }
+}
+
+template <class T, int kHeadDim, int kStreams>
+__global__ void __launch_bounds__(kThreads, 1)
+    key_gradients(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
+  using Smem = Memory<kHeadDim, kStreams>;
+  static_assert(sizeof(Smem) <= 227 * 1024);
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Smem& smem = *reinterpret_cast<Smem*>(memory);
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kWarpgroup / 32) {
+    setmaxnreg_dec<24>();
+    if (warp < kStreams) produce(smem, args, maps, kStreams == 1 ? 0 : warp);
+  } else {
+    setmaxnreg_inc<240>();
+    consume<T>(smem, args, warp / (kWarpgroup / 32) - 1);
+  }
+}
+
+template <class T, int kHeadDim, int kStreams>
+std::string Launch(const BackwardParams& params, const Transposed& transposed, int* ticket, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  Maps maps;
+  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kBlockRows);
+  };
+  std::string error = encode(&maps.query, params.query, shape.query_length(), shape.heads);
+  if (error.empty()) error = encode(&maps.d_out, params.d_out, shape.query_length(), shape.heads);
+  if (error.empty()) error = encode(&maps.key, params.key, shape.key_length(), shape.kv_heads);
+  if (error.empty()) error = encode(&maps.value, params.value, shape.key_length(), shape.kv_heads);
+  if (!error.empty()) return error;
+  using Smem = Memory<kHeadDim, kStreams>;
+  const Arguments args{shape,
+                       params.pairs,
+                       transposed,
+                       static_cast<float>(params.scale),
+                       static_cast<float>(params.scale * kLog2E),
+                       static_cast<const float*>(params.lse),
+                       static_cast<const float*>(params.delta),
+                       params.d_key,
+                       params.d_value,
+                       ticket,
+                       static_cast<int>(shape.batch * shape.kv_heads * (shape.key_length() / Smem::kItemRows))};
+  return LaunchPersistent(key_gradients<T, kHeadDim, kStreams>, kThreads, sizeof(Smem), args.items, ticket, stream,
+                          args, maps);
+}
+
+template <class T>
+std::string LaunchFor(const BackwardParams& params, const Transposed& transposed, int* ticket, cudaStream_t stream) {
+  const bool shared = params.shape.tile_size % (kBlockRows * kConsumers) == 0;
+  if (params.shape.head_dim == 128) {
+    return shared ? Launch<T, 128, 1>(params, transposed, ticket, stream)
+                  : Launch<T, 128, 2>(params, transposed, ticket, stream);
+  }
+  return shared ? Launch<T, 64, 1>(params, transposed, ticket, stream)
+                : Launch<T, 64, 2>(params, transposed, ticket, stream);
+}
+
+}  // namespace
+
+std::string KeyGradients(const BackwardParams& params, const Transposed& transposed, int* ticket, cudaStream_t stream) {
+  return params.shape.dtype == DType::kFloat16 ? LaunchFor<__half>(params, transposed, ticket, stream)
+                                               : LaunchFor<__nv_bfloat16>(params, transposed, ticket, stream);
+}
+
+}  // namespace vsa::sm90

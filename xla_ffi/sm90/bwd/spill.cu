@@ -1,0 +1,451 @@
+// dK, dV and dQ in one launch, every logit's gradient computed once: the keys stay, and what dQ needs of a step, dS
+// rounded, is kept in global memory until all keys of its head are done; then the queries stay and sum dS K.
+//
+// Key items: see keys.cuh. Query items: dQ += dS K over the kept pairs of 128 query rows (or a tile of 64) in list
+// order. Five matrix products where the plain pair (dkdv.cu, dq.cu) has seven, for 2 bytes written and read a score.
+//
+// CTA: 3 warpgroups, persistent, one per SM.
+//   warpgroup 0     producers: warp 0, with two streams warp 1 too, takes tickets, walks lists and issues every load;
+//                   warps 2 and 3 store what consumers 1 and 2 stage, and say so when an item is done
+//   warpgroup 1, 2  consumers of 64 keys or queries each
+//
+// Tickets: key items, head after head; from `lag` key items on, query items of the heads before between them, so that
+// the loads of the one and the products of the other run beside each other. The kept gradients of a kv head lie in
+// one of `buffers` places.
+//
+//   key items      head 0    head 1           head 2           head 3 ...
+//   query items              (lag)   head 0           head 1            ...
+//   buffer         0         1       reads 0  2       reads 1  0
+//
+// Two counters per kv head say how many consumers are done with its key items and with its query items. Every wait
+// is for earlier tickets, which running CTAs hold: no deadlock.
+//
+// Ring: Q with lse, dO with delta; or K, dS. A step's dS is staged in shared memory, two stages a consumer, and goes
+// out by bulk copies that leave the L2 first; it is fetched into the L2 again some steps ahead.
+//
+// Barriers beside those of pipeline.cuh
+//   stage_full[2][2]   one lane of 4 warps   a stage is filled, or says more in its note (storing warp)
+//   stage_empty[2][2]  storing warp          its bytes have been read (consumer)
+//
+// Shared memory: K and V 64 KB, ring of eight 16 KB slots 128 KB, dS 32 KB, row values 2 KB.
+//
+// Invariants: what is kept is finite or a NaN that dense attention gives too: rows of padded keys and columns of
+// padded queries are 0. Blocks of query rows without valid rows are never written; what is read there reaches only
+// rows of dQ that are written as 0.
+#include <algorithm>
+
+#include "../launch.cuh"
+#include "../lists.cuh"
+#include "../tensor_map.h"
+#include "keys.cuh"
+#include "parts.h"
+#include "pipeline.cuh"
+
+namespace vsa::sm90 {
+namespace {
+
+constexpr int kHeadDim = 128;
+constexpr int kStages = 2;  // of dS, a consumer
+constexpr int kAhead = 8;   // steps of a query item whose dS is on its way into the L2
+
+// What a stage's note says: a block's number; or that the work ends; or which counter to raise.
+constexpr int kStoringEnds = -1;
+constexpr int kFirstCounter = -2;  // counter i: kFirstCounter - i
+
+// Which item a ticket stands for.
+struct Schedule {
+  int heads;        // B * K
+  int key_items;    // of a kv head
+  int query_items;  // of a kv head
+  int ratio;        // query places after each key item
+  int lag;          // key items before the first query place
+  int buffers;
+  int all_key_items, places, tickets;  // products of the above: of all heads, of a kv head, of all
+
+  struct Entry {
+    bool keys, none;
+    int head, item;
+  };
+  __device__ Entry at(int ticket) const {
+    int index = ticket, place = 0;
+    if (ticket >= lag) {
+      index = lag + (ticket - lag) / (1 + ratio);
+      place = (ticket - lag) % (1 + ratio);
+    }
+    if (place == 0) return {true, index >= all_key_items, index / key_items, index % key_items};
+    const int query = (index - lag) * ratio + place - 1;
+    return {false, query % places >= query_items, query / places, query % places};
+  }
+};
+
+struct Arguments {
+  Shape shape;
+  Pairs pairs;
+  Transposed transposed;
+  Schedule schedule;
+  float scale, scale_log2;
+  const float* lse;
+  const float* delta;
+  void* d_query;
+  void* d_key;
+  void* d_value;
+  uint8_t* kept;
+  int pairs_of_head;
+  int* tickets;
+  int* done;  // [2, B * K]: consumers that are done with key items, with query items
+};
+
+struct Maps {
+  CUtensorMap query, d_out, key, value;
+};
+
+template <int kStreams>
+struct Memory : Shared<kHeadDim, kStreams, 8> {
+  alignas(128) uint8_t stages[kConsumers][kStages][kKeptBytes];
+  uint64_t stage_full[kConsumers][kStages], stage_empty[kConsumers][kStages];
+  int stage_notes[kConsumers][kStages];
+
+  __device__ void init() {
+    for (int i = 0; i < kConsumers * kStages; ++i) {
+      mbarrier_init(shared_address(&stage_full[0][i]), kWarpgroup / 32);
+      mbarrier_init(shared_address(&stage_empty[0][i]), 1);
+    }
+    Shared<kHeadDim, kStreams, 8>::init();
+  }
+};
+
+// The kept pairs of a query head: the dense rows', then the lists'.
+int64_t PairsOfHead(const Shape& shape) {
+  return shape.num_dense_rows * shape.key_tiles + shape.rows() * (shape.num_prefix_tiles + shape.width);
+}
+
+// The first pair of a query tile. The blocks kept are [buffer, query head of the kv head, pair, key block, query block].
+__device__ int FirstPair(const Arguments& args, int kv, int head, int query_tile) {
+  const Shape& shape = args.shape;
+  const int dense = min(query_tile, static_cast<int>(shape.num_dense_rows));
+  const int before = kv % args.schedule.buffers * static_cast<int>(shape.groups()) + head % static_cast<int>(shape.groups());
+  return before * args.pairs_of_head + dense * static_cast<int>(shape.key_tiles) +
+         (query_tile - dense) * static_cast<int>(shape.num_prefix_tiles + shape.width);
+}
+
+template <class Smem>
+class Producer {
+ public:
+  __device__ Producer(Smem& smem, const Arguments& args, const Maps& maps, int stream)
+      : loader_(smem, stream), args_(args), maps_(maps) {}
+
+  __device__ void run() {
+    loader_.run(args_.tickets, args_.schedule.tickets, [&](int ticket) {
+      const Schedule::Entry entry = args_.schedule.at(ticket);
+      if (entry.none) return false;
+      if (entry.keys) keys(entry.head, entry.item);
+      else queries(entry.head, entry.item);
+      return true;
+    });
+  }
+
+ private:
+  static constexpr int kStepBytes = kConsumers / Smem::kStreams * kKeptBytes;
+
+  __device__ void keys(int kv, int item) {
+    const Shape& shape = args_.shape;
+    const int tile_size = static_cast<int>(shape.tile_size), blocks = tile_size / kBlockRows;
+    const int batch = kv / static_cast<int>(shape.kv_heads), kv_head = kv % static_cast<int>(shape.kv_heads);
+    const int token = item * Smem::kItemRows, key_tile = token / tile_size;
+    const int valid = valid_rows(args_.pairs.key_sizes[batch * shape.key_tiles + key_tile], token);
+    const int before = kv - args_.schedule.buffers;
+    if (before >= 0) await_all(args_.done + args_.schedule.heads + before, args_.schedule.query_items);
+    loader_.load_resident(&maps_.key, &maps_.value, {batch, kv_head, token, valid},
+                          batch * static_cast<int>(shape.key_length()) + token);
+    if (valid == 0) return;
+    const int groups = static_cast<int>(shape.groups());
+    for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
+      const int64_t row = batch * shape.heads + head;
+      const auto visit = [&](int query_tile, int query_size, int place) {
+        const int pair = FirstPair(args_, kv, head, query_tile) + place;
+        const int kept = (pair * blocks + token % tile_size / kBlockRows) * blocks;
+#pragma unroll 1
+        for (int at = 0; at < query_size; at += kBlockRows) {
+          const int query = query_tile * tile_size + at;
+          const int over_batches = batch * static_cast<int>(shape.query_length()) + query;
+          const int64_t value = row * shape.query_length() + query;
+          const int queries = min(query_size - at, kBlockRows);
+          loader_.load(&maps_.query, head, over_batches, queries, args_.lse + value, kept + at / kBlockRows);
+          loader_.load(&maps_.d_out, head, over_batches, queries, args_.delta + value);
+        }
+      };
+      for_each_query_tile(shape, args_.pairs, batch, args_.transposed.offsets + row * (shape.key_tiles + 1),
+                          args_.transposed.entries + row * shape.rows() * shape.width, key_tile, visit);
+    }
+  }
+
+  __device__ void queries(int kv, int item) {
+    const Shape& shape = args_.shape;
+    const int tile_size = static_cast<int>(shape.tile_size), blocks = tile_size / kBlockRows;
+    const int items = static_cast<int>(shape.query_length()) / Smem::kItemRows;
+    const int batch = kv / static_cast<int>(shape.kv_heads), kv_head = kv % static_cast<int>(shape.kv_heads);
+    const int head = kv_head * static_cast<int>(shape.groups()) + item / items;
+    const int token = item % items * Smem::kItemRows, query_tile = token / tile_size;
+    const int valid = valid_rows(args_.pairs.query_sizes[batch * shape.query_tiles + query_tile], token);
+    await_all(args_.done + kv, args_.schedule.key_items);
+    const bool dense = query_tile < shape.num_dense_rows;
+    const int steps = static_cast<int>(dense ? shape.key_tiles : shape.num_prefix_tiles + shape.width) * blocks;
+    const int first_block = FirstPair(args_, kv, head, query_tile) * blocks * blocks + token % tile_size / kBlockRows;
+    const auto kept = [&](int step) { return args_.kept + (first_block + int64_t{step} * blocks) * kKeptBytes; };
+    if (threadIdx.x % 32 < min(kAhead, steps)) bulk_prefetch(kept(threadIdx.x % 32), kStepBytes);
+    loader_.announce({batch, ~head, token, valid});
+    if (valid == 0) return;
+    for_each_placed_key_tile(
+        shape, args_.pairs, batch, head, query_tile, [&](int key_tile, int key_size, int place) {
+          int step = place * blocks;
+#pragma unroll 1
+          for (int at = 0; at < key_size; at += kBlockRows, ++step) {
+            const int over_batches = batch * static_cast<int>(shape.key_length()) + key_tile * tile_size + at;
+            loader_.load(&maps_.key, kv_head, over_batches, min(key_size - at, kBlockRows));
+            loader_.load_kept(kept(step));
+            if (step + kAhead < steps && threadIdx.x % 32 == 0) bulk_prefetch(kept(step + kAhead), kStepBytes);
+          }
+        });
+  }
+
+  __device__ int valid_rows(int size, int token) {
+    return min(max(size - token % static_cast<int>(args_.shape.tile_size), 0), Smem::kItemRows);
+  }
+
+  // All consumers are done with that many items.
+  __device__ void await_all(const int* counter, int items) {
+    await(counter, items * (kConsumers / Smem::kStreams));
+  }
+
+  Loader<Smem> loader_;
+  const Arguments& args_;
+  const Maps& maps_;
+};
+
+// A consumer's side of its stages.
+template <class Smem>
+class Keeper {
+ public:
+  __device__ Keeper(Smem& smem, const Reader<Smem>& reader, const Arguments& args, int consumer)
+      : smem_(smem), reader_(reader), args_(args), consumer_(consumer) {}
+
+  // Gradients [64 keys, 64 queries] as A of wgmma; rows past `valid` become 0.
+  __device__ void keep(const uint32_t (&d_logits)[kBlockRows / 4], int slot, int valid) {
+    wait();
+    const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    const uint32_t stage = shared_address(smem_.stages[consumer_][stage_.at]);
+    const bool low = accumulator_row(0) < valid, high = accumulator_row(2) < valid;
+#pragma unroll
+    for (int k = 0; k < kBlockRows / 16; ++k) {
+      const uint32_t* x = d_logits + 4 * k;
+      stmatrix(stage + row * 128 + ((2 * k + lane / 16) ^ row % 8) * 16, low ? x[0] : 0, high ? x[1] : 0,
+               low ? x[2] : 0, high ? x[3] : 0);
+    }
+    fence_proxy_async();
+    say(reader_.kept(slot) + reader_.row_block() * static_cast<int>(args_.shape.tile_size / kBlockRows));
+  }
+
+  // This consumer is done with an item; or with all.
+  __device__ void raise(int counter) {
+    wait();
+    say(kFirstCounter - counter);
+  }
+  __device__ void end() {
+    wait();
+    say(kStoringEnds);
+  }
+
+ private:
+  __device__ void wait() {
+    mbarrier_wait(shared_address(&smem_.stage_empty[consumer_][stage_.at]), stage_.parity ^ 1);
+  }
+
+  __device__ void say(int note) {
+    if (threadIdx.x % kWarpgroup == 0) smem_.stage_notes[consumer_][stage_.at] = note;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.stage_full[consumer_][stage_.at]));
+    stage_.advance();
+  }
+
+  Smem& smem_;
+  const Reader<Smem>& reader_;
+  const Arguments& args_;
+  const int consumer_;
+  Cursor<kStages> stage_;
+};
+
+// The storing warp of one consumer.
+template <class Smem>
+__device__ void store_stages(Smem& smem, const Arguments& args, int consumer) {
+  for (Cursor<kStages> stage;; stage.advance()) {
+    mbarrier_wait(shared_address(&smem.stage_full[consumer][stage.at]), stage.parity);
+    const int note = uniform(smem.stage_notes[consumer][stage.at]);
+    if (note == kStoringEnds) return;
+    if (threadIdx.x % 32 == 0) {
+      if (note >= 0) {
+        bulk_store_once(args.kept + int64_t{note} * kKeptBytes, shared_address(smem.stages[consumer][stage.at]), kKeptBytes);
+        tma_store_commit();
+        tma_store_wait_read();
+      } else {
+        tma_store_wait();
+        publish(args.done + kFirstCounter - note);
+      }
+      mbarrier_arrive(shared_address(&smem.stage_empty[consumer][stage.at]));
+    }
+    __syncwarp();
+  }
+}
+
+// dQ of the queries of one item.
+template <class T, class Smem>
+__device__ void sum_kept(Reader<Smem>& reader, const Arguments& args, const Item& item, int keys) {
+  float d_query[kHeadDim / 2] = {};
+  reader.release_resident();
+  pin(d_query);
+  for (; keys != kItemEnds; keys = reader.wait()) {
+    const int key_slot = reader.take();
+    reader.clear_rows(key_slot, keys);
+    reader.wait();
+    const int kept_slot = reader.take();
+    const uint32_t d_logits = reader.operand(kept_slot) + reader.row_block() * kKeptBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockRows / 16; ++k) {
+      wgmma<T, Major::kMN, Major::kMN>(d_query, mn_major(d_logits, k, kKeptBytes),
+                                       mn_major(reader.operand(key_slot), k, kColumnBlockBytes), 1);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();  // at once: the loads are what takes time, and need the slots
+    pin(d_query);
+    reader.release(key_slot);
+    reader.release(kept_slot);
+  }
+  reader.release(reader.take());
+  const Shape& shape = args.shape;
+  const int64_t stride = shape.heads * kHeadDim;
+  const int64_t token = item.batch * shape.query_length() + item.token + reader.first_row();
+  store_rows(static_cast<T*>(args.d_query) + token * stride + ~item.head * kHeadDim, stride, d_query, args.scale,
+             item.valid - reader.first_row());
+}
+
+template <class T, class Smem>
+__device__ void consume(Smem& smem, const Arguments& args, int index) {
+  Reader<Smem> reader(smem, index);
+  Keeper<Smem> keeper(smem, reader, args, index);
+  const int kv_heads = static_cast<int>(args.shape.kv_heads);
+  for (int rows; (rows = reader.wait()) != kWorkEnds;) {
+    const Item item = reader.wait_resident();
+    if (uniform(item.head) < 0) {
+      sum_kept<T>(reader, args, item, rows);
+      const int kv = item.batch * kv_heads + ~item.head / static_cast<int>(args.shape.groups());
+      keeper.raise(args.schedule.heads + kv);
+    } else {
+      const int valid = item.valid - reader.first_row();
+      KeyConsumer<T, Smem> consumer(reader, args.scale, args.scale_log2);
+      consumer.accumulate(rows, [&](const auto& d_logits, int slot) { keeper.keep(d_logits, slot, valid); });
+      keeper.raise(item.batch * kv_heads + item.head);
+      consumer.store(args.shape, item, args.d_key, args.d_value);
+    }
+  }
+  keeper.end();
+}
+
+template <class T, int kStreams>
+__global__ void __launch_bounds__(kThreads, 1)
+    all_gradients(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
+  using Smem = Memory<kStreams>;
+  static_assert(sizeof(Smem) <= 227 * 1024);
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Smem& smem = *reinterpret_cast<Smem*>(memory);
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kWarpgroup / 32) {
+    setmaxnreg_dec<24>();
+    if (warp < kStreams) Producer<Smem>(smem, args, maps, kStreams == 1 ? 0 : warp).run();
+    if (warp >= 2) store_stages(smem, args, warp - 2);
+  } else {
+    setmaxnreg_inc<240>();
+    consume<T>(smem, args, warp / (kWarpgroup / 32) - 1);
+  }
+}
+
+template <int kStreams>
+Schedule MakeSchedule(const Shape& shape) {
+  constexpr int kLagItems = 264;  // two a processor: by then the last of a head have finished
+  constexpr int kRows = Memory<kStreams>::kItemRows;
+  Schedule schedule;
+  schedule.heads = static_cast<int>(shape.batch * shape.kv_heads);
+  schedule.key_items = static_cast<int>(shape.key_length() / kRows);
+  schedule.query_items = static_cast<int>(shape.groups() * (shape.query_length() / kRows));
+  schedule.ratio = (schedule.query_items + schedule.key_items - 1) / schedule.key_items;
+  schedule.lag = schedule.key_items + kLagItems * kStreams;
+  // By the time a buffer comes round, the query items that read it are a processor's item behind.
+  schedule.buffers = std::min(schedule.heads, 2 + (3 * kLagItems / 2 * kStreams + schedule.key_items - 1) / schedule.key_items);
+  schedule.all_key_items = schedule.heads * schedule.key_items;
+  schedule.places = schedule.key_items * schedule.ratio;
+  schedule.tickets = schedule.lag + schedule.all_key_items * (1 + schedule.ratio);
+  return schedule;
+}
+
+bool SharesStream(const Shape& shape) { return shape.tile_size % (kBlockRows * kConsumers) == 0; }
+
+Schedule ScheduleOf(const Shape& shape) { return SharesStream(shape) ? MakeSchedule<1>(shape) : MakeSchedule<2>(shape); }
+
+template <class T, int kStreams>
+std::string Launch(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  Maps maps;
+  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kBlockRows);
+  };
+  std::string error = encode(&maps.query, params.query, shape.query_length(), shape.heads);
+  if (error.empty()) error = encode(&maps.d_out, params.d_out, shape.query_length(), shape.heads);
+  if (error.empty()) error = encode(&maps.key, params.key, shape.key_length(), shape.kv_heads);
+  if (error.empty()) error = encode(&maps.value, params.value, shape.key_length(), shape.kv_heads);
+  if (!error.empty()) return error;
+  const Schedule schedule = ScheduleOf(shape);
+  const Arguments args{shape,
+                       params.pairs,
+                       transposed,
+                       schedule,
+                       static_cast<float>(params.scale),
+                       static_cast<float>(params.scale * kLog2E),
+                       static_cast<const float*>(params.lse),
+                       static_cast<const float*>(params.delta),
+                       params.d_query,
+                       params.d_key,
+                       params.d_value,
+                       static_cast<uint8_t*>(kept),
+                       static_cast<int>(PairsOfHead(shape)),
+                       counters,
+                       counters + 1};
+  const cudaError_t zeroed = cudaMemsetAsync(counters, 0, SpillCounters(shape) * sizeof(int), stream);
+  if (zeroed != cudaSuccess) return Said(zeroed);
+  return LaunchPersistent(all_gradients<T, kStreams>, kThreads, sizeof(Memory<kStreams>),
+                          schedule.tickets, counters, stream, args, maps);
+}
+
+template <class T>
+std::string LaunchFor(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters, cudaStream_t stream) {
+  return SharesStream(params.shape) ? Launch<T, 1>(params, transposed, kept, counters, stream)
+                                    : Launch<T, 2>(params, transposed, kept, counters, stream);
+}
+
+}  // namespace
+
+int64_t SpillBytes(const Shape& shape) {
+  if (shape.head_dim != kHeadDim) return 0;
+  return ScheduleOf(shape).buffers * shape.groups() * PairsOfHead(shape) * shape.tile_size *
+         shape.tile_size * 2;
+}
+
+int64_t SpillCounters(const Shape& shape) { return 1 + 2 * shape.batch * shape.kv_heads; }
+
+std::string AllGradients(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters,
+                         cudaStream_t stream) {
+  return params.shape.dtype == DType::kFloat16 ? LaunchFor<__half>(params, transposed, kept, counters, stream)
+                                               : LaunchFor<__nv_bfloat16>(params, transposed, kept, counters, stream);
+}
+
+}  // namespace vsa::sm90
