@@ -14,10 +14,10 @@ inline std::string Said(cudaError_t error) {
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
-// Zeroes the ticket, then launches min(items, SMs) CTAs. Safe under stream capture.
+// Zeroes the ticket, then launches min(items, SMs / cluster) clusters. Safe under stream capture.
 template <class... Parameters, class... Arguments>
-std::string LaunchPersistent(void (*kernel)(Parameters...), int threads, size_t shared_bytes, int items, int* ticket,
-                             cudaStream_t stream, const Arguments&... arguments) {
+std::string LaunchPersistent(void (*kernel)(Parameters...), int cluster, int threads, size_t shared_bytes, int items,
+                             int* ticket, cudaStream_t stream, const Arguments&... arguments) {
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -29,8 +29,17 @@ std::string LaunchPersistent(void (*kernel)(Parameters...), int threads, size_t 
   }
   if (error == cudaSuccess) error = cudaMemsetAsync(ticket, 0, sizeof(int), stream);
   if (error == cudaSuccess) {
-    kernel<<<std::min(items, processors), threads, shared_bytes, stream>>>(arguments...);
-    error = cudaGetLastError();
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = std::min(items, processors / cluster) * cluster;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, arguments...);
   }
   return Said(error);
 }

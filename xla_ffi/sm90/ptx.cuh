@@ -46,6 +46,32 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// Whether the phase is over, perhaps after a moment of waiting.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// Both barriers; one latency when both are ready.
+__device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second,
+                                                   uint32_t second_parity) {
+  const bool first_done = mbarrier_try_wait(first, first_parity);
+  const bool second_done = mbarrier_try_wait(second, second_parity);
+  if (!(first_done && second_done)) {
+    mbarrier_wait(first, first_parity);
+    mbarrier_wait(second, second_parity);
+  }
+}
+
 // TMA. Coordinates: (head dim, head, token over batches), as tensor_map.h lays the maps out.
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
@@ -117,16 +143,8 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and gets elements
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and has elements
 // 2 * (l % 4) and the next of row l / 4 of each.
-__device__ __forceinline__ void ldmatrix(uint32_t* to, uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
-}
-
-// The reverse.
 __device__ __forceinline__ void stmatrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d)
@@ -150,6 +168,46 @@ __device__ __forceinline__ void await(const int* counter, int count) {
     __nanosleep(100);
   }
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Clusters. Shared memory of another CTA has an address of its own, made out of the local one.
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ __forceinline__ uint32_t address_in(int rank, uint32_t address) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// Scope CTA: what crosses CTAs here goes through the async proxy, and a cluster-wide release would flush all memory.
+__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Writes 4 bytes there, and tells the barrier there so.
+__device__ __forceinline__ void store_async(uint32_t to, int value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(to), "r"(value),
+               "r"(barrier)
+               : "memory");
+}
+
+// To the same place in every CTA of `mask`, each of whose barriers at the same place counts the bytes.
+__device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int dim,
+                                                   int head, int token, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "h"(mask)
+      : "memory");
 }
 
 // Named barriers 1..15; 0 is __syncthreads.

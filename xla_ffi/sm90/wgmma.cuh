@@ -15,29 +15,44 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ptx.cuh"
+
 namespace vsa::sm90 {
 
 constexpr int kSwizzleColumns = 64;      // elements of a 128-byte row
 constexpr int kSwizzleAtomBytes = 1024;  // 8 rows: the swizzle repeats
 
-// Shared-memory matrix descriptor (PTX ISA, "Matrix descriptor format"): address, leading and stride byte
-// offsets in units of 16 bytes, 128-byte swizzle.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading_bytes) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
-         static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         static_cast<uint64_t>(kSwizzleAtomBytes >> 4) << 32 | uint64_t{1} << 62;
-}
+// A matrix in shared memory, as wgmma takes it (PTX ISA, "Matrix descriptor format"): addresses in units of 16
+// bytes. Only the low word changes from step to step, by constants: one uniform add per wgmma.
+struct Operand {
+  uint32_t low, high;
 
-// K-major: rows are M or N, columns K. One step of 16 columns is 32 bytes; 64 columns on, the next block.
-__device__ __forceinline__ uint64_t k_major(uint32_t block, int step, int block_bytes) {
-  constexpr int kSteps = kSwizzleColumns / 16;
-  return descriptor(block + step / kSteps * block_bytes + step % kSteps * 32, 16);
-}
+  // `leading_bytes`: between blocks of 64 columns of an MN-major matrix; K-major ignores it.
+  __device__ __forceinline__ Operand(const void* blocks, int leading_bytes)
+      : low((shared_address(blocks) & 0x3ffff) >> 4 | leading_bytes >> 4 << 16),  // in a cluster the high bits are the CTA's rank
+        high(kSwizzleAtomBytes >> 4 | 1u << 30) {}
 
-// MN-major: rows are K, columns M or N. One step is 16 rows; blocks of 64 columns lie block_bytes apart.
-__device__ __forceinline__ uint64_t mn_major(uint32_t block, int step, int block_bytes) {
-  return descriptor(block + step * 2 * kSwizzleAtomBytes, block_bytes);
-}
+  __device__ __forceinline__ uint64_t at(int bytes) const {
+    return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4));
+  }
+};
+
+// Rows are M or N, columns are K, 16 a step.
+template <int kBlockBytes>
+struct KMajor : Operand {
+  __device__ __forceinline__ explicit KMajor(const void* blocks) : Operand(blocks, 16) {}
+  __device__ __forceinline__ uint64_t step(int k) const {
+    constexpr int kSteps = kSwizzleColumns / 16;
+    return at(k / kSteps * kBlockBytes + k % kSteps * 32);
+  }
+};
+
+// Rows are K, 16 a step, columns are M or N.
+template <int kBlockBytes>
+struct MNMajor : Operand {
+  __device__ __forceinline__ explicit MNMajor(const void* blocks) : Operand(blocks, kBlockBytes) {}
+  __device__ __forceinline__ uint64_t step(int k) const { return at(k * 2 * kSwizzleAtomBytes); }
+};
 
 // Before the first wgmma of a sequence, and after registers it reads were written.
 __device__ __forceinline__ void wgmma_fence() {
@@ -138,6 +153,21 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t*
 #undef VSA_NAMES64
 #undef VSA_SS
 #undef VSA_RS
+
+// Rows 16 * warp .. + 15 and columns 16 * k .. + 15 of a matrix [64 rows, columns] in swizzled blocks: the A operand
+// of a K step, in registers.
+template <int kBlockBytes>
+__device__ __forceinline__ void load_a(uint32_t* a, const void* blocks, int k) {
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const int chunk = 2 * k + lane / 16;  // of 16 bytes
+  const uint32_t address =
+      shared_address(blocks) + chunk / 8 * kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
 
 // (low, high) rounded to nearest even, in one register.
 template <class T>

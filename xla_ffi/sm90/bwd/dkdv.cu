@@ -141,7 +141,7 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, i
                        params.d_value,
                        ticket,
                        static_cast<int>(shape.batch * shape.kv_heads * (shape.key_length() / Smem::kItemRows))};
-  return LaunchPersistent(key_gradients<T, kHeadDim, kStreams>, kThreads, sizeof(Smem), args.items, ticket, stream,
+  return LaunchPersistent(key_gradients<T, kHeadDim, kStreams>, 1, kThreads, sizeof(Smem), args.items, ticket, stream,
                           args, maps);
 }
 

@@ -99,8 +99,11 @@ class Consumer {
   static constexpr int kHeadDim = Smem::kHeadDim;
 
   __device__ void load_rows() {
-    load_columns<kHeadDim>(query_, reader_.resident(0));
-    load_columns<kHeadDim>(d_out_, reader_.resident(1));
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      load_a<kColumnBlockBytes>(query_ + 4 * k, reader_.resident(0), k);
+      load_a<kColumnBlockBytes>(d_out_ + 4 * k, reader_.resident(1), k);
+    }
     const Shape& shape = args_.shape;
     const int64_t first = (item_.batch * shape.heads + item_.head) * shape.query_length() + item_.token + reader_.first_row();
 #pragma unroll
@@ -246,7 +249,7 @@ std::string Launch(const BackwardParams& params, int* ticket, cudaStream_t strea
                        params.d_query,
                        ticket,
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / Smem::kItemRows))};
-  return LaunchPersistent(query_gradients<T, kHeadDim, kStreams>, kThreads, sizeof(Smem), args.items, ticket, stream,
+  return LaunchPersistent(query_gradients<T, kHeadDim, kStreams>, 1, kThreads, sizeof(Smem), args.items, ticket, stream,
                           args, maps);
 }
 

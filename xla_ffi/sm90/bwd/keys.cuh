@@ -33,7 +33,7 @@ class KeyConsumer {
       reader_.release_resident();
       return;
     }
-    const uint32_t key = reader_.resident(0), value = reader_.resident(1);
+    const uint8_t *key = reader_.resident(0), *value = reader_.resident(1);
     int query_slot = reader_.take();
     reader_.clear_rows(query_slot, queries);
     pin(d_value_);

@@ -243,8 +243,8 @@ class Reader {
     sync();
   }
 
-  __device__ uint32_t operand(int slot) const { return shared_address(smem_.ring[stream_][slot]); }
-  __device__ uint32_t resident(int operand) const { return shared_address(smem_.resident[consumer_][operand]); }
+  __device__ const uint8_t* operand(int slot) const { return smem_.ring[stream_][slot]; }
+  __device__ const uint8_t* resident(int operand) const { return smem_.resident[consumer_][operand]; }
   __device__ const float* row_values(int slot) const { return smem_.row_values[stream_][slot]; }
   __device__ int kept(int slot) const { return smem_.kept[stream_][slot]; }
 
@@ -262,47 +262,32 @@ class Reader {
   Cursor<Smem::kSlots> slot_;
 };
 
-// D = A B^T over the columns of two operands of 64 rows, both in shared memory.
+// D = A B^T over the columns of two operands of 64 rows, A in shared memory.
 template <class T, int kHeadDim>
-__device__ __forceinline__ void multiply_columns(float (&d)[kBlockRows / 2], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void multiply_columns(float (&d)[kBlockRows / 2], const uint8_t* a, const uint8_t* b) {
+  const KMajor<kColumnBlockBytes> rows(a), columns(b);
 #pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    wgmma<T, Major::kK, Major::kK>(d, k_major(a, k, kColumnBlockBytes), k_major(b, k, kColumnBlockBytes), k > 0);
-  }
+  for (int k = 0; k < kHeadDim / 16; ++k) wgmma<T, Major::kK, Major::kK>(d, rows.step(k), columns.step(k), k > 0);
   wgmma_commit();
 }
 
-// The same with A in registers, as load_columns leaves it.
+// The same with A in registers, as load_a leaves it.
 template <class T, int kHeadDim>
 __device__ __forceinline__ void multiply_columns(float (&d)[kBlockRows / 2], const uint32_t (&a)[kHeadDim / 4],
-                                                 uint32_t b) {
+                                                 const uint8_t* b) {
+  const KMajor<kColumnBlockBytes> columns(b);
 #pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    wgmma<T, Major::kK>(d, a + 4 * k, k_major(b, k, kColumnBlockBytes), k > 0);
-  }
+  for (int k = 0; k < kHeadDim / 16; ++k) wgmma<T, Major::kK>(d, a + 4 * k, columns.step(k), k > 0);
   wgmma_commit();
-}
-
-// An operand of 64 rows from shared memory, as A of wgmma.
-template <int kHeadDim>
-__device__ __forceinline__ void load_columns(uint32_t (&to)[kHeadDim / 4], uint32_t operand) {
-  const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    const int chunk = 2 * k + lane / 16;  // of 16 bytes
-    const int byte = (chunk % 8 ^ row % 8) * 16;
-    ldmatrix(to + 4 * k, operand + chunk / 8 * kColumnBlockBytes + row * 128 + byte);
-  }
 }
 
 // D += A B, A [64, 64] in registers, B an operand of 64 rows.
 template <class T, int kHeadDim>
-__device__ __forceinline__ void multiply_rows(float (&d)[kHeadDim / 2], const uint32_t (&a)[kBlockRows / 4], uint32_t b) {
+__device__ __forceinline__ void multiply_rows(float (&d)[kHeadDim / 2], const uint32_t (&a)[kBlockRows / 4],
+                                              const uint8_t* b) {
+  const MNMajor<kColumnBlockBytes> rows(b);
 #pragma unroll
-  for (int k = 0; k < kBlockRows / 16; ++k) {
-    wgmma<T, Major::kMN>(d, a + 4 * k, mn_major(b, k, kColumnBlockBytes), 1);
-  }
+  for (int k = 0; k < kBlockRows / 16; ++k) wgmma<T, Major::kMN>(d, a + 4 * k, rows.step(k), 1);
   wgmma_commit();
 }
 

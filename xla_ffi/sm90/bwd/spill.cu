@@ -307,12 +307,12 @@ __device__ void sum_kept(Reader<Smem>& reader, const Arguments& args, const Item
     reader.clear_rows(key_slot, keys);
     reader.wait();
     const int kept_slot = reader.take();
-    const uint32_t d_logits = reader.operand(kept_slot) + reader.row_block() * kKeptBytes;
+    const MNMajor<kKeptBytes> d_logits(reader.operand(kept_slot) + reader.row_block() * kKeptBytes);
+    const MNMajor<kColumnBlockBytes> key(reader.operand(key_slot));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockRows / 16; ++k) {
-      wgmma<T, Major::kMN, Major::kMN>(d_query, mn_major(d_logits, k, kKeptBytes),
-                                       mn_major(reader.operand(key_slot), k, kColumnBlockBytes), 1);
+      wgmma<T, Major::kMN, Major::kMN>(d_query, d_logits.step(k), key.step(k), 1);
     }
     wgmma_commit();
     wgmma_wait<0>();  // at once: the loads are what takes time, and need the slots
@@ -422,7 +422,7 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, v
                        counters + 1};
   const cudaError_t zeroed = cudaMemsetAsync(counters, 0, SpillCounters(shape) * sizeof(int), stream);
   if (zeroed != cudaSuccess) return Said(zeroed);
-  return LaunchPersistent(all_gradients<T, kStreams>, kThreads, sizeof(Memory<kStreams>),
+  return LaunchPersistent(all_gradients<T, kStreams>, 1, kThreads, sizeof(Memory<kStreams>),
                           schedule.tickets, counters, stream, args, maps);
 }
 

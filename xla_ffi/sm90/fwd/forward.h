@@ -1,4 +1,4 @@
-// The forward kernels of Hopper. Each launches on the stream and returns "", or says why it could not.
+// The forward of Hopper. A launch answers "" or why it could not; it enqueues on the stream and nothing else.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,10 @@
 
 namespace vsa::sm90 {
 
-// Tiles of 128 and 256. Workspace: 4 bytes.
-std::string Forward128(const ForwardParams& params, cudaStream_t stream);
+std::string Forward(const ForwardParams& params, cudaStream_t stream);
+int64_t ForwardWorkspace(const Shape& shape);  // bytes
+
+// One file each.
+std::string Forward128(const ForwardParams& params, cudaStream_t stream);  // tiles of 128 and 256
 
 }  // namespace vsa::sm90

@@ -1,8 +1,8 @@
 // Forward for tiles of 128 and 256 tokens: 128 query rows of one tile share one list.
 //
 // CTA: 3 warpgroups, persistent, one per SM.
-//   warpgroup 0  producer: warp 0 takes tickets, walks lists and issues every TMA load; 24 registers
-//   warpgroup 1  consumer of rows 0..63   240 registers: S 64, O 64, P 32
+//   warpgroup 0  producer: warp 0 takes tickets, walks lists and issues every TMA load; 40 registers
+//   warpgroup 1  consumer of rows 0..63   232 registers: S 64, O 64, P 32, Q 32
 //   warpgroup 2  consumer of rows 64..127
 //
 // A step is 128 keys. A consumer has the product of the next step and the P V of this one in flight while it
@@ -16,12 +16,12 @@
 // Barriers        arrivals                 meaning (waiter)
 //   full[slot]    producer + bytes         K or V of a step is there (consumers)
 //   empty[slot]   one lane of 8 warps      both consumers have read it (producer)
-//   q_full[2]     producer + bytes         Q of an item is there (consumers)
-//   q_empty[2]    one thread a consumer    O, staged in Q's place, has been stored (producer)
+//   q_full        producer + bytes         Q of an item is there (consumers, who take it into registers)
+//   q_empty       one thread a consumer    Q is read, and O of the item before, staged in its place, is stored (producer)
 //   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
 //   own[1..2]     named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: two Q buffers of 32 KB, five K or V slots of 32 KB, 224 KB; then barriers and notes.
+// Shared memory at H = 128: Q or O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
 #include "forward.h"
 
 #include "../launch.cuh"
@@ -40,7 +40,7 @@ constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRows = kRows / kConsumers;
-constexpr int kQueryBuffers = 2;
+constexpr int kMails = 8;
 
 struct Arguments {
   Shape shape;
@@ -48,15 +48,27 @@ struct Arguments {
   float scale_log2;
   float* lse;
   int* ticket;  // 0 at launch
-  int items;
+  int items;  // 128 rows for each CTA of a cluster
 };
 
-// What the producer says of a step.
-struct Step {
-  int keys;    // valid rows of K and V; 0: the item has no keys, and the slots hold nothing
-  bool first;  // of its item
-  bool last;
-  bool end;  // no step: the work is over
+// What the producer says of a step, in one word.
+class Step {
+ public:
+  Step() = default;
+  // keys: valid rows of K and V; 0: the item has no keys, and the slots hold nothing. first, last: of its item.
+  __device__ Step(int keys, bool first, bool last) : word_(keys | first << 16 | last << 17) {}
+  __device__ static Step End() {  // no step: the work is over
+    Step step;
+    step.word_ = 1 << 18;
+    return step;
+  }
+  __device__ int keys() const { return word_ & 0xffff; }
+  __device__ bool first() const { return word_ >> 16 & 1; }
+  __device__ bool last() const { return word_ >> 17 & 1; }
+  __device__ bool end() const { return word_ >> 18; }
+
+ private:
+  int word_;
 };
 
 struct Item {
@@ -66,17 +78,19 @@ struct Item {
 
 template <int kHeadDim>
 struct Shared {
-  static constexpr int kSlots = kHeadDim == 128 ? 5 : 8;
+  static constexpr int kSlots = kHeadDim == 128 ? 6 : 12;
   static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
   static constexpr int kQueryBlockBytes = kConsumerRows * 128;
   static constexpr int kKeyBlockBytes = kKeys * 128;
-  // [buffer][consumer][column block][row of 128 bytes]
-  uint8_t query[kQueryBuffers][kConsumers][kColumnBlocks][kQueryBlockBytes];
+  // [consumer][column block][row of 128 bytes]; O of an item is staged where the Q of the next one was
+  uint8_t query[kConsumers][kColumnBlocks][kQueryBlockBytes];
   uint8_t slots[kSlots][kColumnBlocks][kKeyBlockBytes];
   uint64_t full[kSlots], empty[kSlots];
-  uint64_t q_full[kQueryBuffers], q_empty[kQueryBuffers];
+  uint64_t q_full, q_empty;
+  uint64_t mail_full[kMails];
+  int mails[kMails];  // tickets, from the cluster's first CTA
   Step steps[kSlots];  // of the slots that hold K
-  Item items[kQueryBuffers];
+  Item items[2];       // this one and the next, in turns
 };
 
 // A place in a ring, and how often the ring was gone round.
@@ -92,7 +106,7 @@ struct Cursor {
   }
 };
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kCluster>
 class Producer {
  public:
   using Smem = Shared<kHeadDim>;
@@ -102,83 +116,101 @@ class Producer {
       : smem_(smem), args_(args), query_(query), key_(key), value_(value) {}
 
   __device__ void run() {
-    for (int ticket = blockIdx.x; ticket < args_.items;) {
+    for (int ticket = blockIdx.x / kCluster; ticket < args_.items;) {
       int next = 0;
-      if (lane_ == 0) next = gridDim.x + atomicAdd(args_.ticket, 1);
+      if (lane_ == 0 && rank_ == 0) next = gridDim.x / kCluster + atomicAdd(args_.ticket, 1);
       item(ticket);
       ticket = __shfl_sync(kWholeWarp, next, 0);
+      if (kCluster > 1) ticket = share(ticket);
     }
     acquire();
     if (lane_ == 0) {
-      smem_.steps[slot_.at] = {0, false, false, true};
+      smem_.steps[slot_.at] = Step::End();
       mbarrier_arrive(shared_address(&smem_.full[slot_.at]));
     }
     slot_.advance();
-    if (previous_.tile >= 0) load_value();
+    if (previous_.head >= 0) load_value();
   }
 
  private:
   struct Keys {
-    int tile;   // -1: none yet
-    int half;   // which 128 rows of the tile
+    int head;   // -1: none yet
+    int token;  // of the first of 128 rows, over batches
     int count;  // valid rows; 0: nothing to load
-    int batch, head;
   };
 
-  // The steps of one item. A step waits in `waiting` until it is known whether another follows.
+  // The first CTA's ticket, in every CTA. A mail is not overwritten before it is read: the ring of K and V, which
+  // both CTAs must have emptied, keeps the first CTA less than kMails items ahead.
+  __device__ int share(int ticket) {
+    const uint32_t mail = shared_address(&smem_.mails[mail_.at]);
+    const uint32_t full = shared_address(&smem_.mail_full[mail_.at]);
+    if (rank_ == 0) {
+      if (lane_ == 0) {
+        for (int rank = 1; rank < kCluster; ++rank) store_async(address_in(rank, mail), ticket, address_in(rank, full));
+      }
+    } else {
+      if (lane_ == 0) mbarrier_arrive_expect_tx(full, sizeof(int));
+      mbarrier_wait(full, mail_.parity);
+      ticket = *static_cast<volatile int*>(&smem_.mails[mail_.at]);
+    }
+    mail_.advance();
+    return ticket;
+  }
+
+  // The steps of one item: 128 rows of a tile for each CTA of the cluster. A step waits in `waiting` until it is known
+  // whether another follows.
   __device__ void item(int ticket) {
     const Shape& shape = args_.shape;
     const int halves = static_cast<int>(shape.tile_size) / kRows;
     const int blocks = static_cast<int>(shape.query_tiles) * halves;
-    const int block = ticket % blocks;
-    const int batch_head = ticket / blocks;
+    const int row_block = (ticket * kCluster + rank_) % blocks;
+    const int batch_head = (ticket * kCluster + rank_) / blocks;
     const int heads = static_cast<int>(shape.heads);
     const int batch = batch_head / heads, head = batch_head % heads;
-    const int tile = block / halves;
+    const int tile = row_block / halves;
     const int size = args_.pairs.query_sizes[batch * shape.query_tiles + tile];
-    const int valid = min(max(size - block % halves * kRows, 0), kRows);
-    load_query({batch, head, block * kRows, valid});
+    load_query({batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)});
 
     const int kv_head = head / static_cast<int>(shape.groups());
-    Keys waiting{-1, 0, 0, batch, kv_head};
+    Keys waiting{-1, 0, 0};
     bool first = true;
     auto visit = [&](int tile, int keys) {
-      for (int half = 0; half < halves && half * kKeys < keys; ++half) {
-        if (waiting.tile >= 0) {
+      int token = (batch * static_cast<int>(shape.key_tiles) + tile) * static_cast<int>(shape.tile_size);
+      for (; keys > 0; keys -= kKeys, token += kKeys) {
+        if (waiting.head >= 0) {
           step(waiting, first, false);
           first = false;
         }
-        waiting = {tile, half, min(keys - half * kKeys, kKeys), batch, kv_head};
+        waiting = {kv_head, token, min(keys, kKeys)};
       }
     };
-    if (valid > 0) for_each_key_tile(shape, args_.pairs, batch, head, tile, visit);
-    step({max(waiting.tile, 0), waiting.half, waiting.count, batch, kv_head}, first, true);
+    if (size > 0) for_each_key_tile(shape, args_.pairs, batch, head, tile, visit);
+    step({kv_head, waiting.token, waiting.count}, first, true);
   }
 
   __device__ void load_query(const Item& item) {
-    const int buffer = buffer_.at;
-    mbarrier_wait(shared_address(&smem_.q_empty[buffer]), buffer_.parity ^ 1);
+    mbarrier_wait(shared_address(&smem_.q_empty), q_parity_ ^ 1);
     if (lane_ == 0) {
-      const uint32_t full = shared_address(&smem_.q_full[buffer]);
-      smem_.items[buffer] = item;
-      mbarrier_arrive_expect_tx(full, sizeof(smem_.query[buffer]));
+      const uint32_t full = shared_address(&smem_.q_full);
+      smem_.items[q_parity_] = item;
+      mbarrier_arrive_expect_tx(full, sizeof(smem_.query));
       const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token;
       for (int consumer = 0; consumer < kConsumers; ++consumer) {
         for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-          tma_load(shared_address(smem_.query[buffer][consumer][block]), query_, full,
-                   block * kSwizzleColumns, item.head, token + consumer * kConsumerRows);
+          tma_load(shared_address(smem_.query[consumer][block]), query_, full, block * kSwizzleColumns, item.head,
+                   token + consumer * kConsumerRows);
         }
       }
     }
-    buffer_.advance();
+    q_parity_ ^= 1;
   }
 
   // K of this step, then V of the step before: the order in which consumers use them.
   __device__ void step(const Keys& keys, bool first, bool last) {
     acquire();
-    if (lane_ == 0) smem_.steps[slot_.at] = {keys.count, first, last, false};
+    if (lane_ == 0) smem_.steps[slot_.at] = Step(keys.count, first, last);
     load(key_, keys);
-    if (previous_.tile >= 0) load_value();
+    if (previous_.head >= 0) load_value();
     previous_ = keys;
   }
 
@@ -191,6 +223,7 @@ class Producer {
     mbarrier_wait(shared_address(&smem_.empty[slot_.at]), slot_.parity ^ 1);
   }
 
+  // Each CTA loads its share of the rows, for all.
   __device__ void load(const CUtensorMap* map, const Keys& keys) {
     if (lane_ == 0) {
       const uint32_t full = shared_address(&smem_.full[slot_.at]);
@@ -198,11 +231,12 @@ class Producer {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect_tx(full, sizeof(smem_.slots[0]));
-        const int token = keys.batch * static_cast<int>(args_.shape.key_length()) +
-                          keys.tile * static_cast<int>(args_.shape.tile_size) + keys.half * kKeys;
+        constexpr int kShare = kKeys / kCluster;
+        const int token = keys.token + rank_ * kShare;
         for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-          tma_load(shared_address(smem_.slots[slot_.at][block]), map, full, block * kSwizzleColumns,
-                   keys.head, token);
+          const uint32_t to = shared_address(smem_.slots[slot_.at][block]) + rank_ * kShare * 128;
+          if (kCluster == 1) tma_load(to, map, full, block * kSwizzleColumns, keys.head, token);
+          else tma_load_multicast(to, map, full, block * kSwizzleColumns, keys.head, token, (1 << kCluster) - 1);
         }
       }
     }
@@ -213,12 +247,14 @@ class Producer {
   const Arguments& args_;
   const CUtensorMap *query_, *key_, *value_;
   const int lane_ = threadIdx.x % 32;
+  const int rank_ = kCluster == 1 ? 0 : cluster_rank();
   Cursor<Smem::kSlots> slot_;
-  Cursor<kQueryBuffers> buffer_;
-  Keys previous_{-1, 0, 0, 0, 0};
+  uint32_t q_parity_ = 0;
+  Cursor<kMails> mail_;
+  Keys previous_{-1, 0, 0};
 };
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kCluster>
 class Consumer {
  public:
   using Smem = Shared<kHeadDim>;
@@ -228,72 +264,25 @@ class Consumer {
 
   __device__ void run() {
     if (index_ == 1) named_barrier_arrive(kTurn, kTurnThreads);  // consumer 0 begins
-    Step step = wait_step();
-    if (step.end) return;
-    mbarrier_wait(shared_address(&smem_.q_full[0]), 0);
+    mbarrier_wait(full(slot_), slot_.parity);
+    step_ = smem_.steps[slot_.at];
+    if (step_.end()) return;
+    take_query();
+    named_barrier_sync(kOwn + index_, kWarpgroup);
+    free_query();
     take_turn();
     wgmma_fence();
-    multiply_query_key(slot_.at, 0);
+    multiply_query_key(slot_.at);
     give_turn();
     wgmma_wait<0>();
     pin(logits_);
-    release(slot_.at);
+    value_slot_ = slot_.at;  // of K, to be released as if it were the step before
     slot_.advance();
     rows_.reset();
-    rows_.update(logits_, step.keys, args_.scale_log2);
-    pack_weights();
-
-    while (true) {  // weights_ are those of `step`; next in the ring: K of the next step, V of this one
-      free_query();
-      const Step next = wait_step();
-      const int key_slot = slot_.at;
-      slot_.advance();
-      wait_value(step.keys);
-      if (next.end) break;
-      Cursor<kQueryBuffers> next_buffer = buffer_;
-      if (next.first) {
-        next_buffer.advance();
-        mbarrier_wait(shared_address(&smem_.q_full[next_buffer.at]), next_buffer.parity);
-      }
-
-      take_turn();
-      pin(logits_);
-      pin(out_);
-      wgmma_fence();
-      multiply_query_key(key_slot, next_buffer.at);
-      multiply_weights_value(slot_.at, step.first);
-      give_turn();
-      wgmma_wait<1>();
-      pin(logits_);
-      release(key_slot);
-      if (step.last) {
-        wgmma_wait<0>();
-        pin(out_);
-        release(slot_.at);
-        store(step.keys > 0);
-        rows_.reset();
-        rows_.update(logits_, next.keys, args_.scale_log2);
-      } else {
-        rows_.update(logits_, next.keys, args_.scale_log2);
-        wgmma_wait<0>();
-        pin(out_);
-        release(slot_.at);
-        rows_.rescale(out_);
-      }
-      pack_weights();
-      slot_.advance();
-      buffer_ = next_buffer;
-      step = next;
+    rows_.update(logits_, step_.keys(), args_.scale_log2);
+    look_ahead();
+    while (advance()) {
     }
-
-    take_turn();
-    pin(out_);
-    wgmma_fence();
-    multiply_weights_value(slot_.at, step.first);
-    if (index_ == 0) give_turn();
-    wgmma_wait<0>();
-    pin(out_);
-    store(step.keys > 0);
     if (leads()) tma_store_wait();
   }
 
@@ -306,16 +295,92 @@ class Consumer {
   __device__ void take_turn() { named_barrier_sync(kTurn + index_, kTurnThreads); }
   __device__ void give_turn() { named_barrier_arrive(kTurn + 1 - index_, kTurnThreads); }
 
-  // The step whose K is at slot_.
-  __device__ Step wait_step() {
-    mbarrier_wait(shared_address(&smem_.full[slot_.at]), slot_.parity);
-    return smem_.steps[slot_.at];
+  __device__ uint32_t full(const Cursor<Smem::kSlots>& slot) const { return shared_address(&smem_.full[slot.at]); }
+
+  // Waits for K of the step after step_, and for V of step_.
+  __device__ void look_ahead() {
+    const Cursor<Smem::kSlots> key_slot = slot_;
+    slot_.advance();
+    mbarrier_wait_both(full(key_slot), key_slot.parity, full(slot_), slot_.parity);
+    key_slot_ = key_slot.at;
+    next_ = smem_.steps[key_slot_];
+    next_value_slot_ = slot_.at;
+    if (__builtin_expect(step_.keys() < kKeys, 0)) clear_value(step_.keys());
+    slot_.advance();
   }
 
-  // V is at slot_; rows past `keys` become 0, since 0 * NaN is NaN. Both consumers write the zeros.
-  __device__ void wait_value(int keys) {
-    mbarrier_wait(shared_address(&smem_.full[slot_.at]), slot_.parity);
-    if (keys == kKeys) return;
+  // On entry logits_ holds the weights of step_. Issues their product with V and the logits of the next step, and makes
+  // the weights of that. False: there was no next step, and all is stored.
+  __device__ __forceinline__ bool advance() {
+    wgmma_wait<0>();  // of the step before
+    pin(out_);
+    release(value_slot_);
+    value_slot_ = next_value_slot_;
+    if (!step_.first()) rows_.rescale(out_);
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
+    const Step step = step_;
+    if (__builtin_expect(next_.end(), 0)) {
+      take_turn();
+      pin(out_);
+      wgmma_fence();
+      multiply_weights_value(step.first());
+      if (index_ == 0) give_turn();
+      wgmma_wait<0>();
+      pin(out_);
+      store(step.keys() > 0);
+      return false;
+    }
+    if (__builtin_expect(next_.first(), 0)) take_query();
+
+    take_turn();
+    pin(logits_);
+    pin(out_);
+    wgmma_fence();
+    multiply_query_key(key_slot_);
+    multiply_weights_value(step.first());
+    give_turn();
+    const int key_slot = key_slot_;
+    step_ = next_;
+    const bool last = __builtin_expect(step.last(), 0);
+    if (!last) look_ahead();  // in the shade of the products; after the last step Q's place must be freed before
+    wgmma_wait<1>();
+    pin(logits_);
+    release(key_slot);
+    if (last) {
+      wgmma_wait<0>();
+      pin(out_);
+      store(step.keys() > 0);
+      rows_.reset();
+    }
+    rows_.update(logits_, step_.keys(), args_.scale_log2);
+    if (last) {
+      free_query();
+      look_ahead();
+    }
+    return true;
+  }
+
+  // The next item's Q, into registers.
+  __device__ void take_query() {
+    mbarrier_wait(shared_address(&smem_.q_full), items_taken_ & 1);
+    ++items_taken_;
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
+    }
+  }
+
+  // Q is read, and O of the item before has left its place.
+  __device__ void free_query() {
+    if (leads()) {
+      tma_store_wait_read();
+      mbarrier_arrive(shared_address(&smem_.q_empty));
+    }
+  }
+
+  // Makes the rows past `keys` of the V at slot_ 0, since 0 * NaN is NaN. Both consumers write the zeros.
+  __device__ void clear_value(int keys) {
     const int thread = threadIdx.x % kWarpgroup;
     for (int block = 0; block < Smem::kColumnBlocks; ++block) {
       for (int row = keys + thread / 8; row < kKeys; row += kWarpgroup / 8) {
@@ -327,45 +392,46 @@ class Consumer {
   }
 
   __device__ void release(int slot) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[slot]));
+    const uint32_t empty = shared_address(&smem_.empty[slot]);
+    const int lane = threadIdx.x % 32;
+    if (kCluster == 1) {
+      if (lane == 0) mbarrier_arrive(empty);
+    } else {
+      if (lane < kCluster) mbarrier_arrive_in_cluster(address_in(lane, empty));
+    }
   }
 
-  __device__ void multiply_query_key(int slot, int buffer) {
-    const uint32_t query = shared_address(smem_.query[buffer][index_]);
-    const uint32_t key = shared_address(smem_.slots[slot]);
+  __device__ void multiply_query_key(int slot) {
+    const KMajor<Smem::kKeyBlockBytes> key(smem_.slots[slot]);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      wgmma<T, Major::kK, Major::kK>(logits_, k_major(query, k, Smem::kQueryBlockBytes),
-                                     k_major(key, k, Smem::kKeyBlockBytes), k > 0);
+      wgmma<T, Major::kK>(logits_, query_ + 4 * k, key.step(k), k > 0);
     }
     wgmma_commit();
   }
 
-  __device__ void multiply_weights_value(int slot, bool first) {
-    const uint32_t value = shared_address(smem_.slots[slot]);
+  __device__ void multiply_weights_value(bool first) {
+    const MNMajor<Smem::kKeyBlockBytes> value(smem_.slots[value_slot_]);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      wgmma<T, Major::kMN>(out_, weights_ + 4 * k, mn_major(value, k, Smem::kKeyBlockBytes),
-                           k > 0 || !first);
+      wgmma<T, Major::kMN>(out_, weights_ + 4 * k, value.step(k), k > 0 || !first);
     }
     wgmma_commit();
   }
 
-  __device__ void pack_weights() {
-#pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
-  }
-
-  // out_ of the item in buffer_, normalised, staged where its Q was, then stored by TMA; and its LSE.
+  // out_ of the item before the one whose Q was taken last (or of that, at the end), normalised, staged where Q was, then
+  // stored by TMA; and its LSE.
   __device__ void store(bool any_keys) {
-    const Item item = smem_.items[buffer_.at];
+    const Item item = smem_.items[items_stored_ & 1];
+    ++items_stored_;
     const int first_row = index_ * kConsumerRows;
-    uint8_t* stage = smem_.query[buffer_.at][index_][0];
+    uint8_t* stage = smem_.query[index_][0];
     const Shape& shape = args_.shape;
     float* lse = args_.lse + (item.batch * shape.heads + item.head) * shape.query_length() + item.token + first_row;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      const int row = accumulator_row(2 * pair);
+      int row = accumulator_row(2 * pair);
+      asm volatile("" : "+r"(row));  // or every step would compute the addresses below
       const bool valid = first_row + row < item.valid;
       float norm, row_lse;
       rows_.finish(pair, any_keys, args_.scale_log2, &norm, &row_lse);
@@ -388,16 +454,6 @@ class Consumer {
       }
       tma_store_commit();
     }
-    stored_ = buffer_.at;
-  }
-
-  // Gives the buffer of a stored item back, a step later: by then the store has read it.
-  __device__ void free_query() {
-    if (stored_ >= 0 && leads()) {
-      tma_store_wait_read();
-      mbarrier_arrive(shared_address(&smem_.q_empty[stored_]));
-    }
-    stored_ = -1;
   }
 
   Smem& smem_;
@@ -405,15 +461,17 @@ class Consumer {
   const CUtensorMap* out_map_;
   const int index_;
   Cursor<Smem::kSlots> slot_;
-  Cursor<kQueryBuffers> buffer_;
-  int stored_ = -1;
+  uint32_t items_taken_ = 0, items_stored_ = 0;
+  Step step_, next_;
+  int key_slot_;                      // K of next_
+  int value_slot_, next_value_slot_;  // V of the step whose product may be running, and of step_
   RowStatistics rows_;
   float logits_[kKeys / 2];
   float out_[kHeadDim / 2];
-  uint32_t weights_[kKeys / 4];
+  uint32_t query_[kHeadDim / 4], weights_[kKeys / 4];
 };
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
             const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value,
@@ -424,26 +482,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Smem::kSlots; ++i) {
       mbarrier_init(shared_address(&smem.full[i]), 1);
-      mbarrier_init(shared_address(&smem.empty[i]), kConsumers * kWarpgroup / 32);
+      mbarrier_init(shared_address(&smem.empty[i]), kCluster * kConsumers * kWarpgroup / 32);
     }
-    for (int i = 0; i < kQueryBuffers; ++i) {
-      mbarrier_init(shared_address(&smem.q_full[i]), 1);
-      mbarrier_init(shared_address(&smem.q_empty[i]), kConsumers);
-    }
+    mbarrier_init(shared_address(&smem.q_full), 1);
+    mbarrier_init(shared_address(&smem.q_empty), kConsumers);
+    for (int i = 0; i < kMails; ++i) mbarrier_init(shared_address(&smem.mail_full[i]), 1);
     fence_mbarrier_init();
   }
-  __syncthreads();
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (kCluster == 1) __syncthreads();
+  else cluster_sync();
+  const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
   if (warpgroup == 0) {
-    setmaxnreg_dec<24>();
-    if (threadIdx.x < 32) Producer<T, kHeadDim>(smem, args, &query, &key, &value).run();
+    setmaxnreg_dec<40>();
+    if (threadIdx.x < 32) Producer<T, kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
   } else {
-    setmaxnreg_inc<240>();
-    Consumer<T, kHeadDim>(smem, args, &out, warpgroup - 1).run();
+    setmaxnreg_inc<232>();
+    Consumer<T, kHeadDim, kCluster>(smem, args, &out, warpgroup - 1).run();
   }
+  if (kCluster > 1) cluster_sync();  // nobody leaves while others may write to it
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kCluster>
 std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
   CUtensorMap query, key, value, out;
@@ -452,17 +511,23 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows);
   if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kConsumerRows);
-  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys);
-  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys);
+  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster);
+  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster);
   if (!error.empty()) return error;
   const Arguments args{shape,
                        params.pairs,
                        static_cast<float>(params.scale * kLog2E),
                        static_cast<float*>(params.lse),
                        static_cast<int*>(params.workspace),
-                       static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows))};
-  return LaunchPersistent(forward<T, kHeadDim>, kThreads, sizeof(Shared<kHeadDim>), args.items, args.ticket, stream,
-                          args, query, key, value, out);
+                       static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows / kCluster))};
+  return LaunchPersistent(forward<T, kHeadDim, kCluster>, kCluster, kThreads, sizeof(Shared<kHeadDim>), args.items,
+                          args.ticket, stream, args, query, key, value, out);
+}
+
+template <class T, int kHeadDim>
+std::string LaunchTile(const ForwardParams& params, cudaStream_t stream) {
+  return params.shape.tile_size == kRows ? Launch<T, kHeadDim, 1>(params, stream)
+                                         : Launch<T, kHeadDim, 2>(params, stream);
 }
 
 }  // namespace
@@ -470,9 +535,9 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
 std::string Forward128(const ForwardParams& params, cudaStream_t stream) {
   const bool wide = params.shape.head_dim == 128;
   if (params.shape.dtype == DType::kFloat16) {
-    return wide ? Launch<__half, 128>(params, stream) : Launch<__half, 64>(params, stream);
+    return wide ? LaunchTile<__half, 128>(params, stream) : LaunchTile<__half, 64>(params, stream);
   }
-  return wide ? Launch<__nv_bfloat16, 128>(params, stream) : Launch<__nv_bfloat16, 64>(params, stream);
+  return wide ? LaunchTile<__nv_bfloat16, 128>(params, stream) : LaunchTile<__nv_bfloat16, 64>(params, stream);
 }
 
 }  // namespace vsa::sm90
