@@ -108,9 +108,6 @@ __device__ __forceinline__ void bulk_load_once(uint32_t to, const void* from, ui
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 
 __device__ __forceinline__ void bulk_store_once(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),

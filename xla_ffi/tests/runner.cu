@@ -1,79 +1,16 @@
 // Runs the kernels without Python: checks them against a double reference, on poisoned memory between canaries,
 // repeats them bit for bit, and times them. Arguments are name=value; see Options below. Exit status 1 on a fault.
-#include <chrono>
 #include <cmath>
 #include <cstring>
 
 #include "../sm90/fwd/forward.h"
+#include "measure.cuh"
 #include "problem.cuh"
 #include "reference_forward.cuh"
+#include "runner_backward.cuh"
 
 namespace vsa::tests {
 namespace {
-
-struct Timing {
-  double sustained_ms, burst_ms;
-};
-
-// Sustained: the median of the second half of `seconds` of back-to-back calls; burst: the median of 7 after 0.4 s
-// of idling and 3 warm-ups.
-template <class Call>
-Timing Time(double seconds, Call call) {
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin), "event");
-  Check(cudaEventCreate(&end), "event");
-  auto once = [&] {
-    cudaEventRecord(begin);
-    call();
-    cudaEventRecord(end);
-    Check(cudaEventSynchronize(end), "timed call");
-    float ms;
-    cudaEventElapsedTime(&ms, begin, end);
-    return static_cast<double>(ms);
-  };
-  auto median = [](std::vector<double> x) {
-    std::sort(x.begin(), x.end());
-    return x[x.size() / 2];
-  };
-  std::vector<double> all;
-  const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-  while (elapsed() < seconds) {
-    // Ten at a time, so that the host's waits do not let the card rest.
-    cudaEventRecord(begin);
-    for (int i = 0; i < 10; ++i) call();
-    cudaEventRecord(end);
-    Check(cudaEventSynchronize(end), "timed calls");
-    float ms;
-    cudaEventElapsedTime(&ms, begin, end);
-    all.push_back(ms / 10);
-  }
-  const double sustained = median({all.begin() + all.size() / 2, all.end()});
-  std::vector<double> burst;
-  for (int i = 0; i < 7; ++i) {
-    const auto rest = std::chrono::steady_clock::now();
-    while (std::chrono::steady_clock::now() - rest < std::chrono::milliseconds(400)) {
-    }
-    for (int j = 0; j < 3; ++j) once();
-    burst.push_back(once());
-  }
-  return {sustained, median(burst)};
-}
-
-double RelativeError(const std::vector<double>& got, const std::vector<double>& want) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < got.size(); ++i) {
-    if (std::isnan(want[i]) != std::isnan(got[i])) return NAN;
-    if (std::isinf(want[i]) || std::isinf(got[i])) {
-      if (want[i] != got[i]) return INFINITY;
-      continue;
-    }
-    if (std::isnan(want[i])) continue;
-    error += (got[i] - want[i]) * (got[i] - want[i]);
-    norm += want[i] * want[i];
-  }
-  return norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
-}
 
 // Where the faults lie: relative error by 64 rows of a tile and 32 columns.
 void PrintErrors(const Shape& shape, const std::vector<int64_t>& rows, const std::vector<double>& got,
@@ -113,6 +50,7 @@ bool Run(Options& options, DType dtype) {
   Problem<T> problem(shape, options.text("lists", "random"), options.number("common", 0.7), integer("group", 4),
                      integer("ragged", 0), integer("seed", 1));
   const double scale = options.number("scale", 1 / std::sqrt(static_cast<double>(shape.head_dim)));
+  if (options.text("pass", "forward") == "backward") return RunBackward<T>(options, problem, scale);
   const int64_t samples = integer("samples", 512), repeats = integer("repeats", 3);
   const double seconds = options.number("seconds", 0);
 

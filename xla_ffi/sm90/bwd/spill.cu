@@ -21,7 +21,7 @@
 // is for earlier tickets, which running CTAs hold: no deadlock.
 //
 // Ring: Q with lse, dO with delta; or K, dS. A step's dS is staged in shared memory, two stages a consumer, and goes
-// out by bulk copies that leave the L2 first; it is fetched into the L2 again some steps ahead.
+// out by bulk copies that leave the L2 first.
 //
 // Barriers beside those of pipeline.cuh
 //   stage_full[2][2]   one lane of 4 warps   a stage is filled, or says more in its note (storing warp)
@@ -46,7 +46,6 @@ namespace {
 
 constexpr int kHeadDim = 128;
 constexpr int kStages = 2;  // of dS, a consumer
-constexpr int kAhead = 8;   // steps of a query item whose dS is on its way into the L2
 
 // What a stage's note says: a block's number; or that the work ends; or which counter to raise.
 constexpr int kStoringEnds = -1;
@@ -145,8 +144,6 @@ class Producer {
   }
 
  private:
-  static constexpr int kStepBytes = kConsumers / Smem::kStreams * kKeptBytes;
-
   __device__ void keys(int kv, int item) {
     const Shape& shape = args_.shape;
     const int tile_size = static_cast<int>(shape.tile_size), blocks = tile_size / kBlockRows;
@@ -188,11 +185,8 @@ class Producer {
     const int token = item % items * Smem::kItemRows, query_tile = token / tile_size;
     const int valid = valid_rows(args_.pairs.query_sizes[batch * shape.query_tiles + query_tile], token);
     await_all(args_.done + kv, args_.schedule.key_items);
-    const bool dense = query_tile < shape.num_dense_rows;
-    const int steps = static_cast<int>(dense ? shape.key_tiles : shape.num_prefix_tiles + shape.width) * blocks;
     const int first_block = FirstPair(args_, kv, head, query_tile) * blocks * blocks + token % tile_size / kBlockRows;
     const auto kept = [&](int step) { return args_.kept + (first_block + int64_t{step} * blocks) * kKeptBytes; };
-    if (threadIdx.x % 32 < min(kAhead, steps)) bulk_prefetch(kept(threadIdx.x % 32), kStepBytes);
     loader_.announce({batch, ~head, token, valid});
     if (valid == 0) return;
     for_each_placed_key_tile(
@@ -203,7 +197,6 @@ class Producer {
             const int over_batches = batch * static_cast<int>(shape.key_length()) + key_tile * tile_size + at;
             loader_.load(&maps_.key, kv_head, over_batches, min(key_size - at, kBlockRows));
             loader_.load_kept(kept(step));
-            if (step + kAhead < steps && threadIdx.x % 32 == 0) bulk_prefetch(kept(step + kAhead), kStepBytes);
           }
         });
   }
