@@ -366,6 +366,7 @@ class Consumer {
   __device__ void release(int slot) {
     const uint32_t empty = shared_address(&smem_.empty[slot]);
     const int lane = threadIdx.x % 32;
+    __syncwarp();
     if (kCluster == 1) {
       if (lane == 0) mbarrier_arrive(empty);
     } else {

@@ -232,6 +232,7 @@ class Consumer {
         attend(step.keys(), !any_keys);
         any_keys = true;
       }
+      __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stage_.at]));
       if (step.last()) store(any_keys);
     }
