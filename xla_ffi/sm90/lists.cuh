@@ -9,92 +9,68 @@ namespace vsa::sm90 {
 
 constexpr unsigned kWholeWarp = 0xffffffff;
 
-// Calls visit(tile, size, place) for every kept key tile that has valid slots, in list order: the prefix tiles,
-// then the listed ones; all tiles for a dense row. `place` is where the tile stands in that order, those without
-// valid slots counted. A whole warp calls this, and visits together.
-template <class Visit>
-__device__ __forceinline__ void for_each_placed_key_tile(const Shape& shape, const Pairs& pairs, int batch,
-                                                  int head, int query_tile, Visit visit) {
-  const int lane = threadIdx.x % 32;
-  const int key_tiles = static_cast<int>(shape.key_tiles);
-  const int dense_rows = static_cast<int>(shape.num_dense_rows);
-  const bool dense = query_tile < dense_rows;
-  const int prefix = dense ? key_tiles : static_cast<int>(shape.num_prefix_tiles);
-  const int32_t* list = nullptr;
-  int listed = 0;
-  if (!dense) {
-    const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
-    list = pairs.indices + row * shape.width;
-    listed = min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
-  }
-  const int32_t* sizes = pairs.key_sizes + batch * shape.key_tiles;
-  const int total = prefix + listed;
+// The kept key tiles that have valid slots, in list order: the prefix tiles, then the listed ones; all tiles for a
+// dense row. All methods are for a whole warp, in step.
+class KeyTiles {
+ public:
+  static constexpr int kNone = 0x7fffffff;  // greater than any tile
 
-  // The entry this lane holds of the chunk at `base`; size 0 where there is none.
-  int next_tile = 0, next_size = 0;
-  auto fetch = [&](int base) {
-    const int at = base + lane;
-    next_size = 0;
-    if (at < total) {
-      next_tile = at < prefix ? at : list[at - prefix];
-      const bool kept = at < prefix || (next_tile >= prefix && next_tile < key_tiles);
-      if (kept) next_size = sizes[next_tile];
+  KeyTiles() = default;  // of a row that keeps nothing
+
+  __device__ KeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int query_tile) {
+    const int dense_rows = static_cast<int>(shape.num_dense_rows);
+    key_tiles_ = static_cast<int>(shape.key_tiles);
+    sizes_ = pairs.key_sizes + batch * shape.key_tiles;
+    prefix_ = total_ = key_tiles_;
+    if (query_tile >= dense_rows) {
+      const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
+      prefix_ = static_cast<int>(shape.num_prefix_tiles);
+      list_ = pairs.indices + row * shape.width;
+      total_ = prefix_ + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
     }
-  };
-
-  fetch(0);
-  for (int base = 0; base < total; base += 32) {
-    const int tile = next_tile, size = next_size;
-    fetch(base + 32);  // early: its latency passes behind this chunk
-    for (unsigned left = __ballot_sync(kWholeWarp, size > 0); left; left &= left - 1) {
-      const int from = __ffs(left) - 1;
-      visit(__shfl_sync(kWholeWarp, tile, from), __shfl_sync(kWholeWarp, size, from), base + from);
-    }
+    next();
   }
-}
 
-// The same without places: visit(tile, size).
-template <class Visit>
-__device__ __forceinline__ void for_each_key_tile(const Shape& shape, const Pairs& pairs, int batch,
-                                                  int head, int query_tile, Visit visit) {
-  for_each_placed_key_tile(shape, pairs, batch, head, query_tile,
-                           [&](int tile, int size, int) { visit(tile, size); });
-}
+  // The tile at hand, kNone past the last; how many of its slots are valid; and where it stands in the order, tiles
+  // without valid slots counted.
+  __device__ int tile() const { return tile_; }
+  __device__ int size() const { return size_; }
+  __device__ int place() const { return base_ - 32 + from_; }
 
-// Calls visit(tile, size, place) for every query tile that keeps `key_tile` and has valid slots: the dense rows,
-// then all others for a prefix tile, else those that list it. `place` is that of the key tile in the query tile's
-// order (for_each_placed_key_tile). offsets and entries: of this head, as in bwd/parts.h. A whole warp calls this.
-template <class Visit>
-__device__ __forceinline__ void for_each_query_tile(const Shape& shape, const Pairs& pairs, int batch,
-                                                    const int32_t* offsets, const int32_t* entries, int key_tile,
-                                                    Visit visit) {
-  const int lane = threadIdx.x % 32;
-  const int prefix = static_cast<int>(shape.num_prefix_tiles);
-  const int width = static_cast<int>(shape.width);
-  const bool everywhere = key_tile < prefix;
-  const int dense = static_cast<int>(everywhere ? shape.query_tiles : shape.num_dense_rows);
-  const int first = everywhere ? 0 : offsets[key_tile];
-  const int total = dense + (everywhere ? 0 : offsets[key_tile + 1] - first);
-  const int32_t* list = entries + first - dense;
-  const int32_t* sizes = pairs.query_sizes + batch * shape.query_tiles;
-
-  for (int base = 0; base < total; base += 32) {
-    int tile = base + lane, size = 0, place = key_tile;
-    if (tile < total) {
-      if (tile >= dense) {
-        const int entry = list[tile];
-        tile = entry / width;
-        place = prefix + entry - tile * width;
-        tile += static_cast<int>(shape.num_dense_rows);
+  __device__ void next() {
+    while (left_ == 0) {
+      if (base_ >= total_) {
+        tile_ = kNone;
+        return;
       }
-      size = sizes[tile];
+      fetch();
     }
-    for (unsigned left = __ballot_sync(kWholeWarp, size > 0); left; left &= left - 1) {
-      const int from = __ffs(left) - 1;
-      visit(__shfl_sync(kWholeWarp, tile, from), __shfl_sync(kWholeWarp, size, from),
-            __shfl_sync(kWholeWarp, place, from));
-    }
+    from_ = __ffs(left_) - 1;
+    left_ &= left_ - 1;
+    tile_ = __shfl_sync(kWholeWarp, lane_tile_, from_);
+    size_ = __shfl_sync(kWholeWarp, lane_size_, from_);
   }
-}
+
+ private:
+  // The next 32 entries, one a lane.
+  __device__ void fetch() {
+    const int at = base_ + threadIdx.x % 32;
+    lane_size_ = 0;
+    if (at < total_) {
+      lane_tile_ = at < prefix_ ? at : list_[at - prefix_];
+      const bool kept = at < prefix_ || (lane_tile_ >= prefix_ && lane_tile_ < key_tiles_);
+      if (kept) lane_size_ = sizes_[lane_tile_];
+    }
+    left_ = __ballot_sync(kWholeWarp, lane_size_ > 0);
+    base_ += 32;
+  }
+
+  const int32_t *list_ = nullptr, *sizes_ = nullptr;
+  int key_tiles_ = 0, prefix_ = 0, total_ = 0, base_ = 0;
+  int lane_tile_ = 0, lane_size_ = 0;  // this lane's entry
+  unsigned left_ = 0;                  // lanes whose entries are still to come
+  int from_ = 0;                       // the lane whose entry is at hand
+  int tile_ = kNone, size_ = 0;
+};
 
 }  // namespace vsa::sm90

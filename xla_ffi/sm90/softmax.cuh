@@ -47,7 +47,7 @@ struct RowStatistics {
   // be multiplied by `factor`.
   template <int kCount>
   __device__ __forceinline__ void update(float (&logits)[kCount], int keys, float scale_log2) {
-    if (__builtin_expect(keys < kCount * 2, 0)) {
+    if (keys < kCount * 2) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (accumulator_column(i) >= keys) logits[i] = -INFINITY;
@@ -83,7 +83,7 @@ struct RowStatistics {
 
   template <int kCount>
   __device__ __forceinline__ void rescale(float (&out)[kCount]) const {
-    if (__builtin_expect(!rescales, 1)) return;
+    if (!rescales) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out[i] *= factor[i / 2 % 2];
   }

@@ -42,6 +42,11 @@ struct Layout {
 int64_t BackwardWorkspace(const Shape& shape) { return Layout(shape).end; }
 
 std::string Backward(const BackwardParams& params, cudaStream_t stream) {
+  const int64_t tile_size = params.shape.tile_size, head_dim = params.shape.head_dim;
+  if (tile_size != 64 && tile_size != 128 && tile_size != 256) {
+    return "tile size " + std::to_string(tile_size) + ": want 64, 128 or 256";
+  }
+  if (head_dim != 64 && head_dim != 128) return "head dim " + std::to_string(head_dim) + ": want 64 or 128";
   const Layout layout(params.shape);
   const auto ints = [&](int64_t at) { return reinterpret_cast<int32_t*>(static_cast<char*>(params.workspace) + at); };
   const Transposed transposed{ints(layout.offsets), ints(layout.entries)};

@@ -3,8 +3,8 @@
 //   S = Q K^T    P = exp2(scale_log2 S - lse)     dP = dO V^T    dS = P (dP - delta)    dQ += dS K, times scale
 //
 // CTA: 3 warpgroups, persistent, one per SM.
-//   warpgroup 0     producers: a warp per stream takes tickets, walks lists and issues every TMA load
-//   warpgroup 1, 2  consumers of 64 query rows each: dQ 64, S 32, dP 32, Q 32, dO 32, dS rounded 16 registers
+//   warpgroup 0     producers: a warp per stream takes tickets, walks lists and issues every TMA load; 24 registers
+//   warpgroup 1, 2  consumers of 64 query rows each: dQ 64, S 32, dP 32, Q 32, dO 32, dS rounded 16; 240 registers
 //
 // An item is the rows of a stream: 128 of one tile, or with two streams a tile of 64. Its steps are 64 keys each.
 //
@@ -16,10 +16,12 @@
 //
 // Ring: K and V. V is released when dP is done, K when dQ is. The resident rows are given back once they are in
 // registers, in the first step, so the next item's arrive early.
-// Shared memory at H = 128: Q and dO 64 KB, ring of ten 16 KB slots 160 KB.
+// Shared memory at H = 128: Q and dO 64 KB, ring of ten 16 KB slots 160 KB. Barriers are those of pipeline.cuh.
 //
 // Invariants: padded rows of K are cleared in their slots, and dS of padded keys is 0; padded query rows reach only
 // their own rows of dQ, which are written as 0.
+//
+// Measured (as in dkdv.cu): tiles of 128 3.66 ms, 594 TFLOP/s.
 #include "../launch.cuh"
 #include "../lists.cuh"
 #include "../tensor_map.h"
@@ -64,14 +66,14 @@ __device__ void produce(Smem& smem, const Arguments& args, const Maps& maps, int
                          batch * static_cast<int>(shape.query_length()) + token);
     if (valid == 0) return true;
     const int kv_head = head / static_cast<int>(shape.groups());
-    for_each_key_tile(shape, args.pairs, batch, head, query_tile, [&](int key_tile, int key_size) {
-      for (int at = 0; at < key_size; at += kBlockRows) {
-        const int over_batches = batch * static_cast<int>(shape.key_length()) + key_tile * tile_size + at;
-        const int keys = min(key_size - at, kBlockRows);
+    for (KeyTiles tiles(shape, args.pairs, batch, head, query_tile); tiles.tile() != KeyTiles::kNone; tiles.next()) {
+      for (int at = 0; at < tiles.size(); at += kBlockRows) {
+        const int over_batches = batch * static_cast<int>(shape.key_length()) + tiles.tile() * tile_size + at;
+        const int keys = min(tiles.size() - at, kBlockRows);
         loader.load(&maps.key, kv_head, over_batches, keys);
         loader.load(&maps.value, kv_head, over_batches, keys);
       }
-    });
+    }
     return true;
   });
 }

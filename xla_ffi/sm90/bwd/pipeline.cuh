@@ -14,14 +14,15 @@
 
 #include <cstdint>
 
+#include "../epilogue.cuh"
 #include "../ptx.cuh"
+#include "../ring.cuh"
 #include "../softmax.cuh"
 #include "../wgmma.cuh"
 
 namespace vsa::sm90 {
 
 constexpr int kBlockRows = 64;
-constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kColumnBlockBytes = kBlockRows * 128;  // of 64 rows and 64 columns
@@ -74,19 +75,6 @@ struct Shared {
       mbarrier_init(shared_address(&resident_empty[stream]), kReaders);
     }
     fence_mbarrier_init();
-  }
-};
-
-// A slot of a ring, and how often the ring was gone round.
-template <int kSlots>
-struct Cursor {
-  int at = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++at == kSlots) {
-      at = 0;
-      parity ^= 1;
-    }
   }
 };
 
@@ -218,10 +206,12 @@ class Reader {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stream_][slot]));
   }
 
+  // The shuffles also see to it that all lanes have the item before the resident rows, and it, are given back.
   __device__ Item wait_resident() {
     mbarrier_wait(shared_address(&smem_.resident_full[stream_]), resident_parity_);
     resident_parity_ ^= 1;
-    return smem_.items[stream_];
+    const Item item = smem_.items[stream_];
+    return {uniform(item.batch), uniform(item.head), uniform(item.token), uniform(item.valid)};
   }
 
   __device__ void release_resident() {
@@ -298,22 +288,6 @@ __device__ __forceinline__ void pack_all(uint32_t (&to)[kCount / 2], const float
   for (int i = 0; i < kCount / 2; ++i) to[i] = pack<T>(from[2 * i], from[2 * i + 1]);
 }
 
-// x[i] of lane j of a group of four lanes becomes x[j] of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-#pragma unroll
-  for (int distance = 1; distance <= 2; distance *= 2) {
-    const bool upper = threadIdx.x & distance;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & distance) continue;
-      const int j = i | distance;
-      const uint32_t got = __shfl_xor_sync(kWholeWarp, upper ? x[i] : x[j], distance);
-      x[i] = upper ? got : x[i];
-      x[j] = upper ? x[j] : got;
-    }
-  }
-}
-
 // Accumulators [64, H] times `scale`, rounded, to 64 rows of `to`; rows past `valid` get 0.
 template <class T, int kCount>
 __device__ __forceinline__ void store_rows(T* to, int64_t row_stride, const float (&d)[kCount], float scale,
@@ -321,16 +295,7 @@ __device__ __forceinline__ void store_rows(T* to, int64_t row_stride, const floa
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
     const int row = accumulator_row(2 * pair);
-    const bool kept = row < valid;
-    T* columns = to + row * row_stride + threadIdx.x % 4 * 8;
-#pragma unroll
-    for (int i = 2 * pair; i < kCount; i += 16) {  // 32 columns: each lane of a row ends up with 8 adjoining ones
-      uint32_t x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = kept ? pack<T>(d[i + 4 * j] * scale, d[i + 4 * j + 1] * scale) : 0;
-      transpose_quad(x);
-      *reinterpret_cast<uint4*>(columns + i / 16 * 32) = make_uint4(x[0], x[1], x[2], x[3]);
-    }
+    store_row(to + row * row_stride, d, pair, scale, row < valid);
   }
 }
 

@@ -4,6 +4,8 @@ namespace vsa::sm90 {
 
 std::string Forward(const ForwardParams& params, cudaStream_t stream) {
   switch (params.shape.tile_size) {
+    case 64:
+      return Forward64(params, stream);
     case 128:
     case 256:
       return Forward128(params, stream);

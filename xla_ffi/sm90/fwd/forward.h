@@ -13,6 +13,7 @@ std::string Forward(const ForwardParams& params, cudaStream_t stream);
 int64_t ForwardWorkspace(const Shape& shape);  // bytes
 
 // One file each.
+std::string Forward64(const ForwardParams& params, cudaStream_t stream);
 std::string Forward128(const ForwardParams& params, cudaStream_t stream);  // tiles of 128 and 256
 
 }  // namespace vsa::sm90

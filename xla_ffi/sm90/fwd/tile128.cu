@@ -15,18 +15,23 @@
 //
 // Barriers        arrivals                 meaning (waiter)
 //   full[slot]    producer + bytes         K or V of a step is there (consumers)
-//   empty[slot]   one lane of 8 warps      both consumers have read it (producer)
-//   q_full        producer + bytes         Q of an item is there (consumers, who take it into registers)
-//   q_empty       one thread a consumer    Q is read, and O of the item before, staged in its place, is stored (producer)
+//   empty[slot]   one lane of 8 warps      both consumers have read it (producer); in a cluster, those of both CTAs
+//   q_full        producer + bytes         Q of an item is there (consumers)
+//   q_empty       one lane of 8 warps      they have it in registers (producer)
+//   mail_full[8]  producer + bytes         a ticket from the cluster's first CTA (the second's producer)
 //   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
 //   own[1..2]     named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: Q or O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
+// Shared memory at H = 128: Q 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
+//
+// Tiles of 256: a cluster of two CTAs takes a tile, 128 rows each; each loads half of every K and V for both.
 #include "forward.h"
 
+#include "../epilogue.cuh"
 #include "../launch.cuh"
 #include "../lists.cuh"
 #include "../ptx.cuh"
+#include "../ring.cuh"
 #include "../softmax.cuh"
 #include "../tensor_map.h"
 #include "../wgmma.cuh"
@@ -36,7 +41,6 @@ namespace {
 
 constexpr int kRows = 128;       // query rows of an item
 constexpr int kKeys = 128;       // keys of a step
-constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRows = kRows / kConsumers;
@@ -46,6 +50,7 @@ struct Arguments {
   Shape shape;
   Pairs pairs;
   float scale_log2;
+  void* out;
   float* lse;
   int* ticket;  // 0 at launch
   int items;  // 128 rows for each CTA of a cluster
@@ -82,7 +87,7 @@ struct Shared {
   static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
   static constexpr int kQueryBlockBytes = kConsumerRows * 128;
   static constexpr int kKeyBlockBytes = kKeys * 128;
-  // [consumer][column block][row of 128 bytes]; O of an item is staged where the Q of the next one was
+  // [consumer][column block][row of 128 bytes]
   uint8_t query[kConsumers][kColumnBlocks][kQueryBlockBytes];
   uint8_t slots[kSlots][kColumnBlocks][kKeyBlockBytes];
   uint64_t full[kSlots], empty[kSlots];
@@ -90,20 +95,7 @@ struct Shared {
   uint64_t mail_full[kMails];
   int mails[kMails];  // tickets, from the cluster's first CTA
   Step steps[kSlots];  // of the slots that hold K
-  Item items[2];       // this one and the next, in turns
-};
-
-// A place in a ring, and how often the ring was gone round.
-template <int kCount>
-struct Cursor {
-  int at = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++at == kCount) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
+  Item items[4];       // the last ones whose Q was loaded, in turns
 };
 
 template <class T, int kHeadDim, int kCluster>
@@ -157,8 +149,7 @@ class Producer {
     return ticket;
   }
 
-  // The steps of one item: 128 rows of a tile for each CTA of the cluster. A step waits in `waiting` until it is known
-  // whether another follows.
+  // The steps of one item: 128 rows of a tile for each CTA of the cluster.
   __device__ void item(int ticket) {
     const Shape& shape = args_.shape;
     const int halves = static_cast<int>(shape.tile_size) / kRows;
@@ -172,27 +163,25 @@ class Producer {
     load_query({batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)});
 
     const int kv_head = head / static_cast<int>(shape.groups());
-    Keys waiting{-1, 0, 0};
-    bool first = true;
-    auto visit = [&](int tile, int keys) {
-      int token = (batch * static_cast<int>(shape.key_tiles) + tile) * static_cast<int>(shape.tile_size);
-      for (; keys > 0; keys -= kKeys, token += kKeys) {
-        if (waiting.head >= 0) {
-          step(waiting, first, false);
-          first = false;
-        }
-        waiting = {kv_head, token, min(keys, kKeys)};
+    KeyTiles keys;
+    if (size > 0) keys = KeyTiles(shape, args_.pairs, batch, head, tile);
+    if (keys.tile() == KeyTiles::kNone) step({kv_head, 0, 0}, true, true);
+    for (bool first = true; keys.tile() != KeyTiles::kNone;) {
+      int token = (batch * static_cast<int>(shape.key_tiles) + keys.tile()) * static_cast<int>(shape.tile_size);
+      int left = keys.size();
+      keys.next();
+      for (; left > 0; left -= kKeys, token += kKeys) {
+        step({kv_head, token, min(left, kKeys)}, first, left <= kKeys && keys.tile() == KeyTiles::kNone);
+        first = false;
       }
-    };
-    if (size > 0) for_each_key_tile(shape, args_.pairs, batch, head, tile, visit);
-    step({kv_head, waiting.token, waiting.count}, first, true);
+    }
   }
 
   __device__ void load_query(const Item& item) {
-    mbarrier_wait(shared_address(&smem_.q_empty), q_parity_ ^ 1);
+    mbarrier_wait(shared_address(&smem_.q_empty), items_ & 1 ^ 1);
     if (lane_ == 0) {
       const uint32_t full = shared_address(&smem_.q_full);
-      smem_.items[q_parity_] = item;
+      smem_.items[items_ % 4] = item;
       mbarrier_arrive_expect_tx(full, sizeof(smem_.query));
       const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token;
       for (int consumer = 0; consumer < kConsumers; ++consumer) {
@@ -202,7 +191,7 @@ class Producer {
         }
       }
     }
-    q_parity_ ^= 1;
+    ++items_;
   }
 
   // K of this step, then V of the step before: the order in which consumers use them.
@@ -249,7 +238,7 @@ class Producer {
   const int lane_ = threadIdx.x % 32;
   const int rank_ = kCluster == 1 ? 0 : cluster_rank();
   Cursor<Smem::kSlots> slot_;
-  uint32_t q_parity_ = 0;
+  uint32_t items_ = 0;  // whose Q was asked for
   Cursor<kMails> mail_;
   Keys previous_{-1, 0, 0};
 };
@@ -259,8 +248,7 @@ class Consumer {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Consumer(Smem& smem, const Arguments& args, const CUtensorMap* out, int index)
-      : smem_(smem), args_(args), out_map_(out), index_(index) {}
+  __device__ Consumer(Smem& smem, const Arguments& args, int index) : smem_(smem), args_(args), index_(index) {}
 
   __device__ void run() {
     if (index_ == 1) named_barrier_arrive(kTurn, kTurnThreads);  // consumer 0 begins
@@ -268,8 +256,6 @@ class Consumer {
     step_ = smem_.steps[slot_.at];
     if (step_.end()) return;
     take_query();
-    named_barrier_sync(kOwn + index_, kWarpgroup);
-    free_query();
     take_turn();
     wgmma_fence();
     multiply_query_key(slot_.at);
@@ -283,14 +269,11 @@ class Consumer {
     look_ahead();
     while (advance()) {
     }
-    if (leads()) tma_store_wait();
   }
 
  private:
   static constexpr int kTurn = 1, kOwn = 3;  // named barriers, one a consumer each
   static constexpr int kTurnThreads = kConsumers * kWarpgroup;
-
-  __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
   __device__ void take_turn() { named_barrier_sync(kTurn + index_, kTurnThreads); }
   __device__ void give_turn() { named_barrier_arrive(kTurn + 1 - index_, kTurnThreads); }
@@ -305,7 +288,7 @@ class Consumer {
     key_slot_ = key_slot.at;
     next_ = smem_.steps[key_slot_];
     next_value_slot_ = slot_.at;
-    if (__builtin_expect(step_.keys() < kKeys, 0)) clear_value(step_.keys());
+    if (step_.keys() < kKeys) clear_value(step_.keys());
     slot_.advance();
   }
 
@@ -320,7 +303,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
     const Step step = step_;
-    if (__builtin_expect(next_.end(), 0)) {
+    if (next_.end()) {
       take_turn();
       pin(out_);
       wgmma_fence();
@@ -331,7 +314,7 @@ class Consumer {
       store(step.keys() > 0);
       return false;
     }
-    if (__builtin_expect(next_.first(), 0)) take_query();
+    if (next_.first()) take_query();
 
     take_turn();
     pin(logits_);
@@ -342,22 +325,17 @@ class Consumer {
     give_turn();
     const int key_slot = key_slot_;
     step_ = next_;
-    const bool last = __builtin_expect(step.last(), 0);
-    if (!last) look_ahead();  // in the shade of the products; after the last step Q's place must be freed before
+    look_ahead();  // in the shade of the products
     wgmma_wait<1>();
     pin(logits_);
     release(key_slot);
-    if (last) {
+    if (step.last()) {
       wgmma_wait<0>();
       pin(out_);
       store(step.keys() > 0);
       rows_.reset();
     }
     rows_.update(logits_, step_.keys(), args_.scale_log2);
-    if (last) {
-      free_query();
-      look_ahead();
-    }
     return true;
   }
 
@@ -369,14 +347,8 @@ class Consumer {
     for (int k = 0; k < kHeadDim / 16; ++k) {
       load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     }
-  }
-
-  // Q is read, and O of the item before has left its place.
-  __device__ void free_query() {
-    if (leads()) {
-      tma_store_wait_read();
-      mbarrier_arrive(shared_address(&smem_.q_empty));
-    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty));
   }
 
   // Makes the rows past `keys` of the V at slot_ 0, since 0 * NaN is NaN. Both consumers write the zeros.
@@ -394,6 +366,7 @@ class Consumer {
   __device__ void release(int slot) {
     const uint32_t empty = shared_address(&smem_.empty[slot]);
     const int lane = threadIdx.x % 32;
+    __syncwarp();
     if (kCluster == 1) {
       if (lane == 0) mbarrier_arrive(empty);
     } else {
@@ -419,46 +392,27 @@ class Consumer {
     wgmma_commit();
   }
 
-  // out_ of the item before the one whose Q was taken last (or of that, at the end), normalised, staged where Q was, then
-  // stored by TMA; and its LSE.
+  // The output and the LSE of the oldest item not stored.
   __device__ void store(bool any_keys) {
-    const Item item = smem_.items[items_stored_ & 1];
+    const Item item = smem_.items[items_stored_ % 4];
     ++items_stored_;
-    const int first_row = index_ * kConsumerRows;
-    uint8_t* stage = smem_.query[index_][0];
     const Shape& shape = args_.shape;
-    float* lse = args_.lse + (item.batch * shape.heads + item.head) * shape.query_length() + item.token + first_row;
+    T* const out = static_cast<T*>(args_.out) + item.head * kHeadDim;
+    float* const lse = args_.lse + (item.batch * shape.heads + item.head) * shape.query_length() + item.token;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      int row = accumulator_row(2 * pair);
-      asm volatile("" : "+r"(row));  // or every step would compute the addresses below
-      const bool valid = first_row + row < item.valid;
+      const int row = index_ * kConsumerRows + accumulator_row(2 * pair);
+      const bool valid = row < item.valid;
       float norm, row_lse;
       rows_.finish(pair, any_keys, args_.scale_log2, &norm, &row_lse);
       if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-#pragma unroll
-      for (int i = 2 * pair; i < kHeadDim / 2; i += 4) {
-        const int column = accumulator_column(i);
-        const uint32_t packed = valid ? pack<T>(out_[i] * norm, out_[i + 1] * norm) : 0;
-        uint8_t* block = stage + column / kSwizzleColumns * Smem::kQueryBlockBytes;
-        const int byte = column % kSwizzleColumns * 2 ^ row % 8 * 16;
-        *reinterpret_cast<uint32_t*>(block + row * 128 + byte) = packed;
-      }
-    }
-    fence_proxy_async();
-    named_barrier_sync(kOwn + index_, kWarpgroup);
-    if (leads()) {
-      const int token = item.batch * static_cast<int>(shape.query_length()) + item.token + first_row;
-      for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-        tma_store(out_map_, shared_address(stage + block * Smem::kQueryBlockBytes), block * kSwizzleColumns, item.head, token);
-      }
-      tma_store_commit();
+      const int64_t token = item.batch * shape.query_length() + item.token + row;
+      store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
     }
   }
 
   Smem& smem_;
   const Arguments& args_;
-  const CUtensorMap* out_map_;
   const int index_;
   Cursor<Smem::kSlots> slot_;
   uint32_t items_taken_ = 0, items_stored_ = 0;
@@ -474,8 +428,7 @@ class Consumer {
 template <class T, int kHeadDim, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
-            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value,
-            const __grid_constant__ CUtensorMap out) {
+            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value) {
   using Smem = Shared<kHeadDim>;
   extern __shared__ __align__(1024) uint8_t memory[];
   Smem& smem = *reinterpret_cast<Smem*>(memory);
@@ -485,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&smem.empty[i]), kCluster * kConsumers * kWarpgroup / 32);
     }
     mbarrier_init(shared_address(&smem.q_full), 1);
-    mbarrier_init(shared_address(&smem.q_empty), kConsumers);
+    mbarrier_init(shared_address(&smem.q_empty), kConsumers * kWarpgroup / 32);
     for (int i = 0; i < kMails; ++i) mbarrier_init(shared_address(&smem.mail_full[i]), 1);
     fence_mbarrier_init();
   }
@@ -497,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 32) Producer<T, kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
   } else {
     setmaxnreg_inc<232>();
-    Consumer<T, kHeadDim, kCluster>(smem, args, &out, warpgroup - 1).run();
+    Consumer<T, kHeadDim, kCluster>(smem, args, warpgroup - 1).run();
   }
   if (kCluster > 1) cluster_sync();  // nobody leaves while others may write to it
 }
@@ -505,23 +458,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, int kHeadDim, int kCluster>
 std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  CUtensorMap query, key, value, out;
+  CUtensorMap query, key, value;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int box) {
     return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, box);
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows);
-  if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kConsumerRows);
   if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster);
   if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster);
   if (!error.empty()) return error;
   const Arguments args{shape,
                        params.pairs,
                        static_cast<float>(params.scale * kLog2E),
+                       params.out,
                        static_cast<float*>(params.lse),
                        static_cast<int*>(params.workspace),
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows / kCluster))};
   return LaunchPersistent(forward<T, kHeadDim, kCluster>, kCluster, kThreads, sizeof(Shared<kHeadDim>), args.items,
-                          args.ticket, stream, args, query, key, value, out);
+                          args.ticket, stream, args, query, key, value);
 }
 
 template <class T, int kHeadDim>
