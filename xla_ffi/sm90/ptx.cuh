@@ -103,7 +103,8 @@ __device__ __forceinline__ uint64_t evict_first() {
 
 __device__ __forceinline__ void bulk_load_once(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first())
       : "memory");
 }

@@ -89,7 +89,8 @@ __global__ void ReferenceKeyGradient(BackwardParams p, const int64_t* rows, doub
       if (!times) {
         for (int64_t base = 0; base < s.width; base += blockDim.x) {
           const int64_t i = base + threadIdx.x;
-          times += __syncthreads_count(i < s.width && i < p.pairs.counts[list] && p.pairs.indices[list * s.width + i] == tile);
+          const bool listed = i < s.width && i < p.pairs.counts[list];
+          times += __syncthreads_count(listed && p.pairs.indices[list * s.width + i] == tile);
         }
       }
       const int size = times ? p.pairs.query_sizes[batch * s.query_tiles + query_tile] : 0;

@@ -15,8 +15,8 @@ namespace vsa::tests {
 
 constexpr int kReferenceThreads = 128;
 
-// LSE and delta as a forward would leave them, of every row; with `nothing` in the d_out of rows without keys.
-// Large problems take `typical` values instead: the reference uses whatever is given.
+// LSE and delta as a forward would leave them, of every row, and NaN in the d_out of rows without keys. Large problems
+// take `typical` values instead: the reference uses whatever is given.
 template <class T>
 void MakeResidual(const Problem<T>& problem, double scale, bool typical, Buffer& d_out, Buffer& lse, Buffer& delta) {
   const Shape& s = problem.shape;
@@ -71,8 +71,8 @@ bool CheckTransposed(const Problem<T>& problem, double seconds, double* ms) {
   Buffer counts_("chunk counts", heads * chunks * s.key_tiles * 4);
   for (Buffer* x : {&offsets_, &entries_, &counts_}) x->poison();
   const auto call = [&] {
-    const std::string error =
-        sm90::Transpose(s, problem.pairs(), {offsets_.data<int32_t>(), entries_.data<int32_t>()}, counts_.data<int32_t>(), nullptr);
+    const sm90::Transposed to{offsets_.data<int32_t>(), entries_.data<int32_t>()};
+    const std::string error = sm90::Transpose(s, problem.pairs(), to, counts_.data<int32_t>(), nullptr);
     if (!error.empty()) std::printf("FAILED transpose: %s\n", error.c_str());
   };
   call();
@@ -84,7 +84,8 @@ bool CheckTransposed(const Problem<T>& problem, double seconds, double* ms) {
     for (int64_t entry = 0; entry < entries; ++entry) {
       const int64_t count = problem.counts[head * s.rows() + entry / s.width];
       const int32_t id = problem.indices[head * entries + entry];
-      if (entry % s.width < count && id >= s.num_prefix_tiles && id < s.key_tiles) columns[id].push_back(static_cast<int32_t>(entry));
+      const bool kept = entry % s.width < count && id >= s.num_prefix_tiles && id < s.key_tiles;
+      if (kept) columns[id].push_back(static_cast<int32_t>(entry));
     }
     int32_t at = 0;
     for (int64_t j = 0; j <= s.key_tiles && good; ++j) {
@@ -120,7 +121,7 @@ bool CheckRows(const char* name, const std::vector<uint16_t>& got, const std::ve
     }
     const double exact = std::sqrt(norm);
     double twin_error = 0;
-    for (int64_t h = 0; h < head_dim; ++h) twin_error += std::pow(twin[twin.size() - head_dim + h] - b[b.size() - head_dim + h], 2);
+    for (size_t h = b.size() - head_dim; h < b.size(); ++h) twin_error += (twin[h] - b[h]) * (twin[h] - b[h]);
     if (exact > 0) worst = std::max(worst, std::sqrt(error) / (std::sqrt(twin_error) + 1e-4 * exact));
     if (!(error <= 0.01 * norm + 1e-12) && !(std::isnan(error) && std::isnan(norm)) && told++ < 6) {
       std::printf("\n    %s batch %ld head %ld tile %ld slot %ld: got %.4g %.4g .. %.4g, want %.4g %.4g .. %.4g", name,
@@ -153,7 +154,7 @@ void TellDifference(int64_t repeat, int result, const std::vector<uint16_t>& now
 }
 
 template <class T>
-bool RunBackward(Options& options, const Problem<T>& problem, double scale) {
+bool RunBackward(Options& options, Problem<T>& problem, double scale) {
   const Shape& s = problem.shape;
   const auto integer = [&](const char* name, int64_t fallback) {
     return static_cast<int64_t>(options.number(name, static_cast<double>(fallback)));
@@ -162,8 +163,9 @@ bool RunBackward(Options& options, const Problem<T>& problem, double scale) {
   const double seconds = options.number("seconds", 0);
   Buffer d_out("d_out", problem.query.bytes()), lse("lse", s.batch * s.heads * s.query_length() * 4);
   Buffer delta("delta", lse.bytes()), workspace("workspace", sm90::BackwardWorkspace(s));
-  Buffer d_query("d_query", problem.query.bytes()), d_key("d_key", problem.key.bytes()), d_value("d_value", problem.key.bytes());
-  const_cast<Problem<T>&>(problem).fill(d_out, s.heads, s.query_tiles, problem.query_sizes_, 99);
+  Buffer d_query("d_query", problem.query.bytes()), d_key("d_key", problem.key.bytes());
+  Buffer d_value("d_value", problem.key.bytes());
+  problem.fill(d_out, s.heads, s.query_tiles, problem.query_sizes_, 99);
   MakeResidual(problem, scale, integer("typical", 0), d_out, lse, delta);
   const BackwardParams params{s, scale, problem.pairs(), problem.query.data(), problem.key.data(), problem.value.data(),
                               lse.data(), d_out.data(), delta.data(), d_query.data(), d_key.data(), d_value.data(),
@@ -213,7 +215,8 @@ bool RunBackward(Options& options, const Problem<T>& problem, double scale) {
     for (int64_t& row : rows) row = random() % count;
     return rows;
   };
-  const auto query_rows = draw(s.batch * s.heads * s.query_length()), key_rows = draw(s.batch * s.kv_heads * s.key_length());
+  const auto query_rows = draw(s.batch * s.heads * s.query_length());
+  const auto key_rows = draw(s.batch * s.kv_heads * s.key_length());
   Buffer rows_("rows", samples * 8), q_("reference", samples * 2 * s.head_dim * 8);
   Buffer k_("reference", q_.bytes()), v_("reference", q_.bytes());
   constexpr size_t kBytes = 2 * kReferenceThreads * sizeof(double);
@@ -221,11 +224,14 @@ bool RunBackward(Options& options, const Problem<T>& problem, double scale) {
   ReferenceQueryGradient<T><<<samples, kReferenceThreads, kBytes>>>(params, rows_.data<int64_t>(), q_.data<double>());
   Check(cudaDeviceSynchronize(), "reference d_query");
   rows_.upload(key_rows);
-  ReferenceKeyGradient<T><<<samples, kReferenceThreads, kBytes>>>(params, rows_.data<int64_t>(), k_.data<double>(), v_.data<double>());
+  ReferenceKeyGradient<T><<<samples, kReferenceThreads, kBytes>>>(params, rows_.data<int64_t>(), k_.data<double>(),
+                                                                  v_.data<double>());
   Check(cudaDeviceSynchronize(), "reference d_key, d_value");
   std::string said;
-  const auto check = [&](const char* name, int result, const Buffer& want, const std::vector<int64_t>& rows, int64_t length, int64_t heads) {
-    good &= CheckRows<T>(name, first[result], want.download<double>(), rows, length, heads, s.tile_size, s.head_dim, &said);
+  const auto check = [&](const char* name, int result, const Buffer& want, const std::vector<int64_t>& rows,
+                         int64_t length, int64_t heads) {
+    good &= CheckRows<T>(name, first[result], want.download<double>(), rows, length, heads, s.tile_size, s.head_dim,
+                         &said);
   };
   check("dQ", 0, q_, query_rows, s.query_length(), s.heads);
   check("dK", 1, k_, key_rows, s.key_length(), s.kv_heads);
@@ -245,8 +251,9 @@ bool RunBackward(Options& options, const Problem<T>& problem, double scale) {
     std::printf("\n    transpose %.3f ms", transpose_ms);
     report("backward", 10, call);
     if (plain) {
-      report("  dK and dV, 4 products", 8, [&] { sm90::KeyGradients(params, transposed, ticket.data<int>(), nullptr); });
-      report("  dQ, 3 products", 6, [&] { sm90::QueryGradients(params, ticket.data<int>(), nullptr); });
+      int* at = ticket.data<int>();
+      report("  dK and dV, 4 products", 8, [&] { sm90::KeyGradients(params, transposed, at, nullptr); });
+      report("  dQ, 3 products", 6, [&] { sm90::QueryGradients(params, at, nullptr); });
     }
   }
   std::printf("\n");

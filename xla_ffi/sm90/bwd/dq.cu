@@ -107,7 +107,8 @@ class Consumer {
       load_a<kColumnBlockBytes>(d_out_ + 4 * k, reader_.resident(1), k);
     }
     const Shape& shape = args_.shape;
-    const int64_t first = (item_.batch * shape.heads + item_.head) * shape.query_length() + item_.token + reader_.first_row();
+    const int64_t head = item_.batch * shape.heads + item_.head;
+    const int64_t first = head * shape.query_length() + item_.token + reader_.first_row();
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       lse_[pair] = args_.lse[first + accumulator_row(2 * pair)];
@@ -207,7 +208,9 @@ class Consumer {
 template <class T, class Smem>
 __device__ void consume(Smem& smem, const Arguments& args, int index) {
   Reader<Smem> reader(smem, index);
-  for (int keys; (keys = reader.wait()) != kWorkEnds;) Consumer<T, Smem>(reader, args, reader.wait_resident()).run(keys);
+  for (int keys; (keys = reader.wait()) != kWorkEnds;) {
+    Consumer<T, Smem>(reader, args, reader.wait_resident()).run(keys);
+  }
 }
 
 template <class T, int kHeadDim, int kStreams>

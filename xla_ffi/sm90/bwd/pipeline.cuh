@@ -28,8 +28,8 @@ constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kColumnBlockBytes = kBlockRows * 128;  // of 64 rows and 64 columns
 constexpr int kKeptBytes = kColumnBlockBytes;        // a kept block
 
-// x, which is the same in all lanes, through a shuffle: then the compiler knows, and keeps what depends on it in uniform
-// registers. Producers have few others.
+// x, which is the same in all lanes, through a shuffle: then the compiler knows, and keeps what depends on it in
+// uniform registers. Producers have few others.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWholeWarp, x, 0); }
 
 // The resident rows of one stream.

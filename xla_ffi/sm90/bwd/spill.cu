@@ -34,8 +34,8 @@
 // rows of dQ that are written as 0.
 //
 // Bound: the L2, 160 KB a pair of tiles of 128, and power. Measured (as in dkdv.cu, 5 products counted, transposing
-// included): tiles of 128 7.18 ms, 505 TFLOP/s; 256 7.17 ms, 506; 64 7.85 ms, 462. Alone, the key items take 5.34 ms. In
-// one profiled run (6.20 ms at 1.56 GHz) the tensor cores were busy 69 % of the time, the L2 88 %, DRAM 59 %.
+// included): tiles of 128 7.18 ms, 505 TFLOP/s; 256 7.17 ms, 506; 64 7.85 ms, 462. The key items alone take 5.34 ms.
+// In one profiled run (6.20 ms at 1.56 GHz) the tensor cores were busy 69 % of the time, the L2 88 %, DRAM 59 %.
 #include <algorithm>
 
 #include "../launch.cuh"
@@ -123,11 +123,12 @@ int64_t PairsOfHead(const Shape& shape) {
   return shape.num_dense_rows * shape.key_tiles + shape.rows() * (shape.num_prefix_tiles + shape.width);
 }
 
-// The first pair of a query tile. The blocks kept are [buffer, query head of the kv head, pair, key block, query block].
+// The first pair of a query tile. What is kept is [buffer, query head of the kv head, pair, key block, query block].
 __device__ int FirstPair(const Arguments& args, int kv, int head, int query_tile) {
   const Shape& shape = args.shape;
+  const int groups = static_cast<int>(shape.groups());
   const int dense = min(query_tile, static_cast<int>(shape.num_dense_rows));
-  const int before = kv % args.schedule.buffers * static_cast<int>(shape.groups()) + head % static_cast<int>(shape.groups());
+  const int before = kv % args.schedule.buffers * groups + head % groups;
   return before * args.pairs_of_head + dense * static_cast<int>(shape.key_tiles) +
          (query_tile - dense) * static_cast<int>(shape.num_prefix_tiles + shape.width);
 }
@@ -280,7 +281,8 @@ __device__ void store_stages(Smem& smem, const Arguments& args, int consumer) {
     if (note == kStoringEnds) return;
     if (threadIdx.x % 32 == 0) {
       if (note >= 0) {
-        bulk_store_once(args.kept + int64_t{note} * kKeptBytes, shared_address(smem.stages[consumer][stage.at]), kKeptBytes);
+        const uint32_t from = shared_address(smem.stages[consumer][stage.at]);
+        bulk_store_once(args.kept + int64_t{note} * kKeptBytes, from, kKeptBytes);
         tma_store_commit();
         tma_store_wait_read();
       } else {
@@ -378,7 +380,8 @@ Schedule MakeSchedule(const Shape& shape) {
   schedule.ratio = (schedule.query_items + schedule.key_items - 1) / schedule.key_items;
   schedule.lag = schedule.key_items + kLagItems * kStreams;
   // By the time a buffer comes round, the query items that read it are a processor's item behind.
-  schedule.buffers = std::min(schedule.heads, 2 + (3 * kLagItems / 2 * kStreams + schedule.key_items - 1) / schedule.key_items);
+  const int late = kLagItems * kStreams * 3 / 2;
+  schedule.buffers = std::min(schedule.heads, 2 + (late + schedule.key_items - 1) / schedule.key_items);
   schedule.all_key_items = schedule.heads * schedule.key_items;
   schedule.places = schedule.key_items * schedule.ratio;
   schedule.tickets = schedule.lag + schedule.all_key_items * (1 + schedule.ratio);
@@ -387,10 +390,13 @@ Schedule MakeSchedule(const Shape& shape) {
 
 bool SharesStream(const Shape& shape) { return shape.tile_size % (kBlockRows * kConsumers) == 0; }
 
-Schedule ScheduleOf(const Shape& shape) { return SharesStream(shape) ? MakeSchedule<1>(shape) : MakeSchedule<2>(shape); }
+Schedule ScheduleOf(const Shape& shape) {
+  return SharesStream(shape) ? MakeSchedule<1>(shape) : MakeSchedule<2>(shape);
+}
 
 template <class T, int kStreams>
-std::string Launch(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters, cudaStream_t stream) {
+std::string Launch(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters,
+                   cudaStream_t stream) {
   const Shape& shape = params.shape;
   Maps maps;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
@@ -424,7 +430,8 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, v
 }
 
 template <class T>
-std::string LaunchFor(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters, cudaStream_t stream) {
+std::string LaunchFor(const BackwardParams& params, const Transposed& transposed, void* kept, int* counters,
+                      cudaStream_t stream) {
   return SharesStream(params.shape) ? Launch<T, 1>(params, transposed, kept, counters, stream)
                                     : Launch<T, 2>(params, transposed, kept, counters, stream);
 }
