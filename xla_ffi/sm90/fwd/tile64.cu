@@ -4,29 +4,27 @@
 //   warpgroup 0     producer: warp 0 takes tickets, merges three lists and issues every TMA load; 32 registers
 //   warpgroups 1-3  consumers, a query tile each; 160 registers: O 64, S 32, Q 32, P 16
 //
-// A step is a key tile of the union of the three lists; its mask says who keeps it. Everything goes through one ring of
-// slots, in the order Q Q Q (K V)* for each item, and consumers walk all of it, giving back at once what is not theirs.
-// There is no overlap within a consumer (P V beside the next S does not fit in 160 registers): three hide each other's
-// softmax, and since they skip independently, they take no turns.
+// A step is a key tile of the union of the three lists; its mask says who keeps it. Consumers go through all steps; one
+// whose bit is 0 gives the stage back at once. There is no overlap within a consumer: three hide each other's softmax,
+// and since they skip independently, they take no turns.
 //
-//   producer       consumer 1 (keeps g)   consumer 2 (keeps g)   consumer 3 (does not)
-//   K(g) -> slot   S = Q K                (g-1) O += P V         (g-1) softmax
-//   V(g) -> slot   softmax                S = Q K                (g-1) O += P V
-//   K(g+1)         O += P V               softmax                S = Q K(g+1)
+//   producer            consumer 1 (mask 1)   consumer 2 (mask 1)   consumer 3 (mask 0)
+//   K, V -> stage g     S = Q K               softmax               -
+//   K, V -> stage g+1   softmax               O += P V              (step g+1) S = Q K
+//   ...                 O += P V              (step g+1) -          softmax
 //
 // The merge takes the smallest of the three lists' next entries. On ascending lists that is the union; on others it still
 // walks each list in its order, only with fewer loads shared.
 //
-// Barriers      arrivals                 meaning (waiter)
-//   full[14]    producer + bytes         the slot's note and tile are there (consumers)
-//   empty[14]   one lane of 12 warps     nobody needs the slot (producer)
-//   own[1..3]   named, 128 threads       one consumer's threads
+// Barriers         arrivals                 meaning (waiter)
+//   key_full[5]    producer + bytes         the step's note and K are there (consumers)
+//   value_full[5]  producer + bytes         V is there (consumers that keep it)
+//   empty[5]       one lane of 12 warps     nobody needs the stage (producer)
+//   q_full[3]      producer + bytes         a consumer's Q is there (that consumer)
+//   q_empty[3]     one lane of 4 warps      it has it in registers (producer)
+//   own[1..3]      named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: 14 slots of 16 KB, 224 KB; then barriers and notes.
-//
-// Why 14: consumers of unlike lists drift apart as far as the ring lets them. A simulation of the ring (J = 480, 60 kept,
-// random lists) uses the tensor cores to .57 with 10 slots given back in pairs and to .66 with 14 given back singly; lists
-// with 80 % in common to .74 and .88.
+// Shared memory at H = 128: Q 3 x 16 KB, five stages of K and V of 32 KB, 208 KB; then barriers and notes.
 #include "forward.h"
 
 #include "../epilogue.cuh"
@@ -56,12 +54,12 @@ struct Arguments {
   int items;    // three query tiles of one head
 };
 
-// What the producer says of a step, in one word; of the slots of K, and of the first Q of an item.
+// What the producer says of a step, in one word.
 class Step {
  public:
   Step() = default;
-  // keys: valid rows; mask: the consumers that keep the tile, none where no one keeps any; last: of its item.
-  __device__ Step(int keys, int mask, bool last) : word_(keys | mask << 8 | last << 17) {}
+  // keys: valid slots; mask: the consumers that keep the tile, none where no one keeps any; first, last: of its item.
+  __device__ Step(int keys, int mask, bool first, bool last) : word_(keys | mask << 8 | first << 16 | last << 17) {}
   __device__ static Step End() {  // no step: the work is over
     Step step;
     step.word_ = 1 << 18;
@@ -69,6 +67,7 @@ class Step {
   }
   __device__ int keys() const { return word_ & 0xff; }
   __device__ bool kept_by(int consumer) const { return word_ >> (8 + consumer) & 1; }
+  __device__ bool first() const { return word_ >> 16 & 1; }
   __device__ bool last() const { return word_ >> 17 & 1; }
   __device__ bool end() const { return word_ >> 18; }
 
@@ -84,13 +83,17 @@ struct Part {
 
 template <int kHeadDim>
 struct Shared {
-  static constexpr int kSlots = kHeadDim == 128 ? 14 : 24;
+  static constexpr int kStages = kHeadDim == 128 ? 5 : 8;
   static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
-  using Tile = uint8_t[kColumnBlocks][kBlockBytes];  // rows of 128 bytes
-  Tile slots[kSlots];
-  uint64_t full[kSlots], empty[kSlots];
-  Step steps[kSlots];
-  Part parts[kSlots];  // of the slots that hold Q
+  struct Stage {
+    uint8_t key[kColumnBlocks][kBlockBytes], value[kColumnBlocks][kBlockBytes];  // rows of 128 bytes
+  };
+  uint8_t query[kConsumers][kColumnBlocks][kBlockBytes];
+  Stage stages[kStages];
+  uint64_t key_full[kStages], value_full[kStages], empty[kStages];
+  uint64_t q_full[kConsumers], q_empty[kConsumers];
+  Step steps[kStages];
+  Part parts[kConsumers][2];  // this one and the next, in turns
 };
 
 template <int kHeadDim>
@@ -109,8 +112,11 @@ class Producer {
       item(ticket);
       ticket = __shfl_sync(kWholeWarp, next, 0);
     }
-    note(Step::End());
-    if (lane_ == 0) mbarrier_arrive(full());
+    acquire();
+    if (lane_ == 0) {
+      smem_.steps[stage_.at] = Step::End();
+      mbarrier_arrive(shared_address(&smem_.key_full[stage_.at]));
+    }
   }
 
  private:
@@ -130,17 +136,16 @@ class Producer {
     for (int i = 0; i < kConsumers; ++i) {
       const int tile = first_tile + i;
       const int size = tile < limit ? args_.pairs.query_sizes[batch * shape.query_tiles + tile] : 0;
-      note(Step(0, 0, false));
-      if (lane_ == 0) smem_.parts[slot_.at] = {batch, head, tile < limit ? tile : -1, size};
-      load(query_, tile < limit, head, (batch * static_cast<int>(shape.query_tiles) + tile) * kTile);
+      load_query(i, {batch, head, tile < limit ? tile : -1, size});
       if (size > 0) lists[i] = KeyTiles(shape, args_.pairs, batch, head, tile);
     }
+    ++items_;
 
     const int kv_head = head / static_cast<int>(shape.groups());
     const int keys_before = batch * static_cast<int>(shape.key_tiles);
     int tile = smallest(lists);
-    if (tile == KeyTiles::kNone) step(0, 0, Step(0, 0, true));
-    while (tile != KeyTiles::kNone) {
+    if (tile == KeyTiles::kNone) step(0, 0, Step(0, 0, true, true));
+    for (bool first = true; tile != KeyTiles::kNone; first = false) {
       int mask = 0, size = 0;
 #pragma unroll
       for (int i = 0; i < kConsumers; ++i) {
@@ -150,7 +155,7 @@ class Producer {
         lists[i].next();
       }
       const int next = smallest(lists);
-      step(kv_head, (keys_before + tile) * kTile, Step(size, mask, next == KeyTiles::kNone));
+      step(kv_head, (keys_before + tile) * kTile, Step(size, mask, first, next == KeyTiles::kNone));
       tile = next;
     }
   }
@@ -159,40 +164,48 @@ class Producer {
     return min(lists[0].tile(), min(lists[1].tile(), lists[2].tile()));
   }
 
-  __device__ void step(int head, int token, Step step) {
-    note(step);
-    load(key_, step.keys() > 0, head, token);
-    note(step);
-    load(value_, step.keys() > 0, head, token);
-  }
-
-  // Waits for the slot at hand; what is written here its consumers see when it is full.
-  __device__ void note(Step step) {
-    mbarrier_wait(shared_address(&smem_.empty[slot_.at]), slot_.parity ^ 1);
-    if (lane_ == 0) smem_.steps[slot_.at] = step;
-  }
-
-  __device__ void load(const CUtensorMap* map, bool any, int head, int token) {
-    if (lane_ == 0) {
-      if (!any) {
-        mbarrier_arrive(full());
-      } else {
-        mbarrier_arrive_expect_tx(full(), sizeof(typename Smem::Tile));
-        for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-          tma_load(shared_address(smem_.slots[slot_.at][block]), map, full(), block * kSwizzleColumns, head, token);
-        }
-      }
+  __device__ void load_query(int consumer, const Part& part) {
+    mbarrier_wait(shared_address(&smem_.q_empty[consumer]), items_ & 1 ^ 1);
+    if (lane_ != 0) return;
+    const uint32_t full = shared_address(&smem_.q_full[consumer]);
+    smem_.parts[consumer][items_ & 1] = part;
+    if (part.tile < 0) return mbarrier_arrive(full);
+    mbarrier_arrive_expect_tx(full, sizeof(smem_.query[consumer]));
+    const int token = (part.batch * static_cast<int>(args_.shape.query_tiles) + part.tile) * kTile;
+    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
+      tma_load(shared_address(smem_.query[consumer][block]), query_, full, block * kSwizzleColumns, part.head, token);
     }
-    slot_.advance();
   }
 
-  __device__ uint32_t full() const { return shared_address(&smem_.full[slot_.at]); }
+  __device__ void acquire() { mbarrier_wait(shared_address(&smem_.empty[stage_.at]), stage_.parity ^ 1); }
+
+  __device__ void step(int head, int token, Step step) {
+    acquire();
+    if (lane_ == 0) {
+      typename Smem::Stage& stage = smem_.stages[stage_.at];
+      smem_.steps[stage_.at] = step;
+      load(stage.key, key_, &smem_.key_full[stage_.at], head, token, step);
+      load(stage.value, value_, &smem_.value_full[stage_.at], head, token, step);
+    }
+    stage_.advance();
+  }
+
+  __device__ void load(uint8_t (&to)[Smem::kColumnBlocks][kBlockBytes], const CUtensorMap* map, const uint64_t* barrier,
+                       int head, int token, Step step) {
+    const uint32_t full = shared_address(barrier);
+    if (step.keys() == 0) return mbarrier_arrive(full);
+    mbarrier_arrive_expect_tx(full, sizeof(to));
+    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
+      tma_load(shared_address(to[block]), map, full, block * kSwizzleColumns, head, token);
+    }
+  }
 
   Smem& smem_;
   const Arguments& args_;
   const CUtensorMap *query_, *key_, *value_;
   const int lane_ = threadIdx.x % 32;
-  Cursor<Smem::kSlots> slot_;
+  Cursor<Smem::kStages> stage_;
+  uint32_t items_ = 0;  // whose Q was asked for
 };
 
 template <class T, int kHeadDim>
@@ -203,55 +216,43 @@ class Consumer {
   __device__ Consumer(Smem& smem, const Arguments& args, int index) : smem_(smem), args_(args), index_(index) {}
 
   __device__ void run() {
+    bool any_keys = false;
     // Without this ptxas 13.0 lets `weights` overwrite query_: it is loaded under a condition, and read in a loop.
     for (uint32_t& word : query_) word = 0;
-    while (true) {
-      wait_full();
-      if (smem_.steps[slot_.at].end()) return;
-      for (int i = 0; i < kConsumers; ++i) {
-        wait_full();
-        if (i == index_) {
-          part_ = smem_.parts[slot_.at];
-#pragma unroll
-          for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.slots[slot_.at], k);
-        }
-        release(slot_.at);
-        slot_.advance();
+    for (;; stage_.advance()) {
+      mbarrier_wait(shared_address(&smem_.key_full[stage_.at]), stage_.parity);
+      const Step step = smem_.steps[stage_.at];
+      if (step.end()) return;
+      if (step.first()) {
+        take_query();
+        rows_.reset();
+        any_keys = false;
       }
-      rows_.reset();
-      bool any_keys = false;
-      for (bool last = false; !last;) {
-        wait_full();
-        const Step step = smem_.steps[slot_.at];
-        if (step.kept_by(index_)) {
-          attend(step.keys(), !any_keys);
-          any_keys = true;
-        } else {
-          release(slot_.at);
-          slot_.advance();
-          wait_full();
-        }
-        release(slot_.at);
-        slot_.advance();
-        last = step.last();
+      if (step.kept_by(index_)) {
+        attend(step.keys(), !any_keys);
+        any_keys = true;
       }
-      store(any_keys);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stage_.at]));
+      if (step.last()) store(any_keys);
     }
   }
 
  private:
   static constexpr int kOwn = 1;  // named barriers, one a consumer
 
-  __device__ void wait_full() { mbarrier_wait(shared_address(&smem_.full[slot_.at]), slot_.parity); }
-
-  __device__ void release(int slot) {
+  __device__ void take_query() {
+    mbarrier_wait(shared_address(&smem_.q_full[index_]), items_ & 1);
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[slot]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty[index_]));
   }
 
-  // One key tile, whose K is at slot_, and then its V. first: out_ holds nothing yet.
+  // One key tile. first: out_ holds nothing yet.
   __device__ __forceinline__ void attend(int keys, bool first) {
-    const KMajor<kBlockBytes> key(smem_.slots[slot_.at]);
+    const auto& stage = smem_.stages[stage_.at];
+    const KMajor<kBlockBytes> key(stage.key);
     float logits[kTile / 2];
     pin(logits);
     wgmma_fence();
@@ -262,8 +263,6 @@ class Consumer {
     wgmma_commit();
     wgmma_wait<0>();
     pin(logits);
-    release(slot_.at);
-    slot_.advance();
 
     rows_.update(logits, keys, args_.scale_log2);
     uint32_t weights[kTile / 4];
@@ -271,9 +270,9 @@ class Consumer {
     for (int i = 0; i < kTile / 4; ++i) weights[i] = pack<T>(logits[2 * i], logits[2 * i + 1]);
     if (!first) rows_.rescale(out_);
 
-    wait_full();
+    mbarrier_wait(shared_address(&smem_.value_full[stage_.at]), stage_.parity);
     if (keys < kTile) clear_value(keys);
-    const MNMajor<kBlockBytes> value(smem_.slots[slot_.at]);
+    const MNMajor<kBlockBytes> value(stage.value);
     pin(out_);
     wgmma_fence();
 #pragma unroll
@@ -290,7 +289,7 @@ class Consumer {
     const int thread = threadIdx.x % kWarpgroup;
     for (int block = 0; block < Smem::kColumnBlocks; ++block) {
       for (int row = keys + thread / 8; row < kTile; row += kWarpgroup / 8) {
-        *reinterpret_cast<int4*>(&smem_.slots[slot_.at][block][row * 128 + thread % 8 * 16]) = int4{};
+        *reinterpret_cast<int4*>(&smem_.stages[stage_.at].value[block][row * 128 + thread % 8 * 16]) = int4{};
       }
     }
     fence_proxy_async();
@@ -298,18 +297,20 @@ class Consumer {
   }
 
   __device__ void store(bool any_keys) {
-    if (part_.tile < 0) return;
+    const Part part = smem_.parts[index_][items_ & 1];
+    ++items_;
+    if (part.tile < 0) return;
     const Shape& shape = args_.shape;
-    T* const out = static_cast<T*>(args_.out) + part_.head * kHeadDim;
-    float* const lse = args_.lse + (part_.batch * shape.heads + part_.head) * shape.query_length() + part_.tile * kTile;
+    T* const out = static_cast<T*>(args_.out) + part.head * kHeadDim;
+    float* const lse = args_.lse + (part.batch * shape.heads + part.head) * shape.query_length() + part.tile * kTile;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = accumulator_row(2 * pair);
-      const bool valid = row < part_.valid && any_keys;
+      const bool valid = row < part.valid && any_keys;
       float norm, row_lse;
       rows_.finish(pair, any_keys, args_.scale_log2, &norm, &row_lse);
       if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-      const int64_t token = part_.batch * shape.query_length() + part_.tile * kTile + row;
+      const int64_t token = part.batch * shape.query_length() + part.tile * kTile + row;
       store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
     }
   }
@@ -317,8 +318,8 @@ class Consumer {
   Smem& smem_;
   const Arguments& args_;
   const int index_;
-  Cursor<Smem::kSlots> slot_;
-  Part part_;
+  Cursor<Smem::kStages> stage_;
+  uint32_t items_ = 0;  // done
   RowStatistics rows_;
   float out_[kHeadDim / 2];
   uint32_t query_[kHeadDim / 4];
@@ -332,9 +333,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Smem& smem = *reinterpret_cast<Smem*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Smem::kSlots; ++i) {
-      mbarrier_init(shared_address(&smem.full[i]), 1);
+    for (int i = 0; i < Smem::kStages; ++i) {
+      mbarrier_init(shared_address(&smem.key_full[i]), 1);
+      mbarrier_init(shared_address(&smem.value_full[i]), 1);
       mbarrier_init(shared_address(&smem.empty[i]), kConsumers * kWarpgroup / 32);
+    }
+    for (int i = 0; i < kConsumers; ++i) {
+      mbarrier_init(shared_address(&smem.q_full[i]), 1);
+      mbarrier_init(shared_address(&smem.q_empty[i]), kWarpgroup / 32);
     }
     fence_mbarrier_init();
   }
