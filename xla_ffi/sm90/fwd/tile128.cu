@@ -347,6 +347,7 @@ class Consumer {
     for (int k = 0; k < kHeadDim / 16; ++k) {
       load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     }
+    fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty));
   }
