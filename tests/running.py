@@ -5,8 +5,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from vsa_jax import TileSelection, tile_tokens, untile_tokens
+from vsa_jax.block_sparse import ffi
+
+# Without a compiler there are no kernels, and what is about them alone cannot run.
+IS_BUILT = ffi.is_built()
+needs_kernels = pytest.mark.skipif(not IS_BUILT, reason="the compiled part is not installed")
+# What implementation=None takes on a CPU.
+CPU_DEFAULT = "cpu" if IS_BUILT else "xla"
 
 # One program each, where op by op would compile a dozen.
 tile = jax.jit(tile_tokens)
