@@ -7,6 +7,7 @@ batch, so a vmapped axis is folded into it: one call, whatever is mapped.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from vsa_jax.arguments import accumulator
 from vsa_jax.block_sparse.base import Problem, Residual, Sizes
+from vsa_jax.block_sparse.xla import Xla
 from vsa_jax.selection import TileSelection
 from vsa_jax.sharding import vary_over, varying_axes
 
@@ -26,6 +28,8 @@ try:
 except ImportError as error:
   _compiled = None
   _import_error = str(error)
+
+_XLA = Xla()
 
 _TARGETS = ("vsa_forward_cpu", "vsa_backward_cpu", "vsa_forward_cuda", "vsa_backward_cuda")
 
@@ -50,7 +54,7 @@ class FfiKernels:
   def _why_not(self, problem: Problem) -> str | None:
     raise NotImplementedError
 
-  def _workspace(self, problem: Problem, selection: TileSelection) -> int | None:
+  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
     """Bytes of scratch that the backward wants as a last result; None: it takes none."""
     raise NotImplementedError
 
@@ -66,40 +70,43 @@ class FfiKernels:
     precision: Any,
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE; see `Implementation.forward`."""
-    del precision
 
-    def results(query, *_):
+    def types(query, *_):
       batch, length, heads, _ = query.shape
       return _like(query), _struct((batch, heads, length), accumulator(query.dtype))
 
-    operands = (query, key, value, *_tables(selection, sizes))
-    out, lse = _call(f"vsa_forward_{self.name}", results, 2, operands, selection, scale)
-    return out, lse
+    target, attributes = f"vsa_forward_{self.name}", _attributes(selection, scale)
+
+    def kernel(query, key, value, selection, sizes):
+      operands = (query, key, value, *_tables(selection, sizes))
+      return _call(target, attributes, types, 2, operands)
+
+    alike = functools.partial(_XLA.forward, scale=scale, precision=precision)
+    return _with_derivative_of(alike, kernel)(query, key, value, selection, sizes)
 
   def backward(
     self, residual: Residual, d_out: jax.Array, delta: jax.Array, *, scale: float, precision: Any
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value); see `Implementation.backward`."""
-    del precision
-    query, key, value, selection, sizes, _, lse = residual
+    selection = residual.selection
+    problem = Problem.of(residual.query, residual.key, selection)
+    prefix_and_dense = (selection.num_prefix_tiles, selection.num_dense_rows)
 
-    def results(query, key, value, indices, *_):
-      tables = TileSelection(
-        indices,
-        None,
-        selection.num_prefix_tiles,
-        num_dense_rows=selection.num_dense_rows,
-        num_key_tiles=selection.num_key_tiles,
-      )
-      size = self._workspace(Problem.of(query, key, tables), tables)
+    def types(query, key, value, *_):
+      here = dataclasses.replace(problem, batch=query.shape[0])
+      size = self._workspace(here, prefix_and_dense)
       scratch = () if size is None else (_struct((size,), jnp.uint8),)
       return *map(_like, (query, key, value)), *scratch
 
-    operands = (query, key, value, *_tables(selection, sizes), lse, d_out, delta)
-    d_query, d_key, d_value = _call(
-      f"vsa_backward_{self.name}", results, 3, operands, selection, scale
-    )
-    return d_query, d_key, d_value
+    target, attributes = f"vsa_backward_{self.name}", _attributes(selection, scale)
+
+    def kernel(residual, d_out, delta):
+      tables = _tables(residual.selection, residual.sizes)
+      operands = (*residual[:3], *tables, residual.lse, d_out, delta)
+      return _call(target, attributes, types, 3, operands)
+
+    alike = functools.partial(_XLA.backward, scale=scale, precision=precision)
+    return _with_derivative_of(alike, kernel)(residual, d_out, delta)
 
 
 class Cpu(FfiKernels):
@@ -111,8 +118,8 @@ class Cpu(FfiKernels):
     del problem
     return None
 
-  def _workspace(self, problem: Problem, selection: TileSelection) -> int | None:
-    del problem, selection
+  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
+    del problem, prefix_and_dense
     return None
 
 
@@ -151,7 +158,7 @@ class Cuda(FfiKernels):
         )
     return None
 
-  def _workspace(self, problem: Problem, selection: TileSelection) -> int | None:
+  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
     return _compiled.cuda_backward_workspace(
       jnp.dtype(problem.dtype).name,
       problem.batch,
@@ -162,8 +169,7 @@ class Cuda(FfiKernels):
       problem.query_tiles,
       problem.key_tiles,
       problem.width,
-      selection.num_prefix_tiles,
-      selection.num_dense_rows,
+      *prefix_and_dense,
     )
 
 
@@ -228,41 +234,51 @@ def _tables(selection: TileSelection, sizes: Sizes) -> tuple[jax.Array, ...]:
   return tuple(x.astype(jnp.int32) for x in tables)
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-  return _struct(x.shape, x.dtype)
-
-
-_struct = jax.ShapeDtypeStruct
-
-
-def _call(
-  target: str,
-  results: Callable[..., tuple[jax.ShapeDtypeStruct, ...]],
-  kept: int,
-  operands: tuple[jax.Array, ...],
-  selection: TileSelection,
-  scale: float,
-) -> tuple[jax.Array, ...]:
-  """One foreign call.
-
-  Args:
-    target: the handler.
-    results: from the operands to the types of all results.
-    kept: how many of them to return; what follows is scratch.
-    operands: arrays that all lead with the batch, as what is kept does.
-    selection: of it the static integers.
-    scale: of the logits.
-  """
-  register_kernels()
-  attributes = {
+def _attributes(selection: TileSelection, scale: float) -> dict[str, Any]:
+  return {
     "scale": np.float64(scale),
     "num_prefix_tiles": np.int64(selection.num_prefix_tiles),
     "num_dense_rows": np.int64(selection.num_dense_rows),
   }
 
+
+def _with_derivative_of(
+  alike: Callable[..., Any], kernel: Callable[..., Any]
+) -> Callable[..., Any]:
+  """kernel, with the derivative of a function of JAX's own: what a gradient of a gradient needs."""
+  call = jax.custom_jvp(kernel)
+  call.defjvp(lambda primals, tangents: (call(*primals), jax.jvp(alike, primals, tangents)[1]))
+  return call
+
+
+_struct = jax.ShapeDtypeStruct
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return _struct(x.shape, x.dtype)
+
+
+def _call(
+  target: str,
+  attributes: dict[str, Any],
+  types: Callable[..., tuple[jax.ShapeDtypeStruct, ...]],
+  kept: int,
+  operands: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+  """One foreign call.
+
+  Args:
+    target: the handler.
+    attributes: its static arguments.
+    types: from the operands to the types of all results.
+    kept: how many of them to return; what follows is scratch.
+    operands: arrays that all lead with the batch, as what is kept does.
+  """
+  register_kernels()
+
   @jax.custom_batching.custom_vmap
   def call(*operands):
-    made = jax.ffi.ffi_call(target, results(*operands))(*operands, **attributes)
+    made = jax.ffi.ffi_call(target, types(*operands))(*operands, **attributes)
     axes = varying_axes(*operands)
     return tuple(vary_over(x, axes) for x in made[:kept])
 
