@@ -23,11 +23,12 @@ from vsa_jax.block_sparse.xla import Xla
 from vsa_jax.selection import TileSelection
 from vsa_jax.sharding import vary_over, varying_axes
 
+_import_error = ""
 try:
   import _vsa_jax_ffi as _compiled
 except ImportError as error:
   _compiled = None
-  _import_error = str(error)
+  _import_error = f" ({error})"
 
 _XLA = Xla()
 
@@ -224,7 +225,7 @@ def _why_not_built() -> str | None:
   if _compiled is not None:
     return None
   return (
-    f"the compiled part is not installed ({_import_error}): no C++17 compiler worked at installation; get GCC"
+    f"the compiled part is not installed{_import_error}: no C++17 compiler worked at installation; get GCC"
     " or Clang and install vsa_jax anew (pip -v shows what the compiler says)"
   )
 
