@@ -27,4 +27,4 @@ target_compile_options(vsa_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
   -O3 -std=c++17 --expt-relaxed-constexpr -lineinfo -gencode=arch=compute_90a,code=sm_90a>)
 set_target_properties(vsa_cuda PROPERTIES
   CUDA_RUNTIME_LIBRARY Static
-  CUDA_COMPILER_LAUNCHER "${CMAKE_CURRENT_SOURCE_DIR}/strict_nvcc.sh")
+  CUDA_COMPILER_LAUNCHER "/bin/sh;${CMAKE_CURRENT_SOURCE_DIR}/strict_nvcc.sh")
