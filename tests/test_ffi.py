@@ -8,7 +8,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import jax.export
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from running import assert_same_bits, both, collectives, needs_kernels, normal
+from running import assert_same_bits, both, collectives, needs_kernels, normal, pretend_gpu
 
 import vsa_jax
 from vsa_jax import TileLayout, video_sparse_attention
@@ -396,19 +395,6 @@ def test_without_the_compiled_part_everything_else_works(monkeypatch):
   np.testing.assert_array_equal(run(x), want)
 
 
-def on_a_gpu(monkeypatch, capability="9.0", has_cuda=True):
-  """As if CUDA kernels were built, and a GPU were here."""
-  facts = {"has_cuda": has_cuda, "cuda": "no working nvcc was found when vsa_jax was built"}
-  built = types.SimpleNamespace(
-    build_facts=lambda: facts,
-    cuda_backward_workspace=lambda dtype, batch, *_: 1000 * batch,
-    registrations=dict,
-  )
-  device = types.SimpleNamespace(device_kind="NVIDIA X", compute_capability=capability)
-  monkeypatch.setattr(ffi, "_compiled", built)
-  monkeypatch.setattr(ffi, "cuda_devices", lambda: [device])
-
-
 @pytest.mark.parametrize(
   ("change", "reason"),
   [
@@ -416,19 +402,16 @@ def on_a_gpu(monkeypatch, capability="9.0", has_cuda=True):
     ({"dtype": jnp.dtype("float32")}, "dtype float32; its kernels take bfloat16, float16"),
     ({"head_dim": 96}, "head_dim 96; its kernels take 64, 128"),
     ({"tile_size": 32}, "tile size 32; its kernels take 64, 128, 256"),
-    ({"capability": "8.0"}, "NVIDIA X has compute capability 8.0; its kernels run on 9.0"),
-    ({"has_cuda": False}, "no working nvcc was found.*put nvcc of CUDA 12.5 or newer on PATH"),
   ],
 )
 def test_what_cuda_takes(monkeypatch, change, reason):
-  machine = {n: change.pop(n) for n in ("capability", "has_cuda") if n in change}
-  on_a_gpu(monkeypatch, **machine)
+  pretend_gpu(monkeypatch)
   got = ffi.Cuda().supports(dataclasses.replace(PROBLEM, **change))
   assert (got is None) if reason is None else re.search(reason, got)
 
 
 def test_cuda_in_the_program_for_cuda_alone(monkeypatch):
-  on_a_gpu(monkeypatch)
+  pretend_gpu(monkeypatch)
   chosen = choose(None, PROBLEM, partitioned=False)
   assert [chosen.on(p).name for p in ("cpu", "cuda", "tpu")] == ["cpu", "cuda", "xla"]
   x = struct(2, LAYOUT.num_tokens, 2, 64, dtype=jnp.bfloat16)

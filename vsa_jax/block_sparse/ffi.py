@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from vsa_jax.arguments import accumulator
@@ -175,8 +177,8 @@ class Cuda(FfiKernels):
 
 
 def is_built() -> bool:
-  """Whether the compiled part is installed."""
-  return _compiled is not None
+  """Whether the compiled part is installed, and fits the jaxlib here."""
+  return _why_not_built() is None
 
 
 def cuda_devices() -> list[jax.Device]:
@@ -222,12 +224,22 @@ def register_kernels() -> None:
 
 
 def _why_not_built() -> str | None:
-  if _compiled is not None:
-    return None
-  return (
-    f"the compiled part is not installed{_import_error}: no C++17 compiler worked at installation; get GCC"
-    " or Clang and install vsa_jax anew (pip -v shows what the compiler says)"
-  )
+  if _compiled is None:
+    return (
+      f"the compiled part is not installed{_import_error}: no C++17 compiler worked at installation; get GCC or"
+      " Clang and install vsa_jax anew (pip -v shows what the compiler says)"
+    )
+  built, here = _compiled.build_facts()["jaxlib"], jaxlib.__version__
+  if _numbers(built) > _numbers(here):  # registering its handlers would take the whole backend down
+    return (
+      f"the compiled part was built with the XLA headers of jaxlib {built}, newer than jaxlib {here} here;"
+      " install vsa_jax anew"
+    )
+  return None
+
+
+def _numbers(version: str) -> list[int]:
+  return [int(n) for n in re.findall(r"\d+", version)[:3]]
 
 
 def _tables(selection: TileSelection, sizes: Sizes) -> tuple[jax.Array, ...]:
