@@ -1,12 +1,21 @@
 """How the tests make inputs, run things and look at programs."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from vsa_jax import TileSelection, tile_tokens, untile_tokens
+from vsa_jax.block_sparse import ffi
+
+# Without a compiler there are no kernels, and what is about them alone cannot run.
+IS_BUILT = ffi.is_built()
+needs_kernels = pytest.mark.skipif(not IS_BUILT, reason="the compiled part is not installed")
+# What implementation=None takes on a CPU.
+CPU_DEFAULT = "cpu" if IS_BUILT else "xla"
 
 # One program each, where op by op would compile a dozen.
 tile = jax.jit(tile_tokens)
@@ -62,6 +71,19 @@ def assert_same_bits(got, want):
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+def pretend_gpu(monkeypatch, capability="9.0", **facts):
+  """As if CUDA kernels had been built, and a GPU were here; calls can be lowered, not run."""
+  facts = {"has_cuda": True, "cuda": "sm_90a", "jaxlib": "0.10.2", **facts}
+  compiled = types.SimpleNamespace(
+    build_facts=lambda: facts,
+    cuda_backward_workspace=lambda dtype, batch, *_: 1000 * batch,
+    registrations=dict,
+  )
+  device = types.SimpleNamespace(device_kind="NVIDIA X", compute_capability=capability)
+  monkeypatch.setattr(ffi, "_compiled", compiled)
+  monkeypatch.setattr(ffi, "cuda_devices", lambda: [device])
 
 
 def collectives(compiled):

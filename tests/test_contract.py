@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import needs_kernels
 
 from vsa_jax.testing import (
   CASES,
@@ -25,6 +26,12 @@ from vsa_jax.testing import (
 class TestXla(ImplementationContract):
   implementation = "xla"
   shapes = ((4, 8), (1, 3))
+
+
+@needs_kernels
+class TestCpu(ImplementationContract):
+  implementation = "cpu"
+  shapes = ((4, 8), (1, 3), (64, 16), (80, 72))  # one query, and more than one block of 64
 
 
 class TestReference(ImplementationContract):
@@ -82,11 +89,15 @@ class TestOwnObject(ImplementationContract):
     assert run(inputs, ("cuda", _Borrowed(), "xla")).out.shape == inputs.query.shape
 
 
+EXACT = ["xla", pytest.param("cpu", marks=needs_kernels)]
+
+
+@pytest.mark.parametrize("implementation", EXACT)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_xla_float64(case):
+def test_float64(case, implementation):
   with jax.enable_x64(True):
     inputs = make_inputs(case, 4, 8, jnp.float64)
-    got, want = run(inputs, "xla"), run_reference(inputs)
+    got, want = run(inputs, implementation), run_reference(inputs)
     for name, a, b in zip(Results._fields, got, want, strict=True):
       assert a.dtype == jnp.float64
       np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12, atol=1e-12, err_msg=name)
@@ -99,9 +110,10 @@ LISTS = make_inputs(Case("lists", prefix=1, dense=1), 4, 8, jnp.float32)._replac
 ANY = [*range(-3, 9), 2**31 - 1, -(2**31)]
 
 
+@pytest.mark.parametrize("implementation", EXACT)
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.floats(0, 1))
-def test_any_traced_table(seed, share):
+@given(seed=st.integers(0, 2**32 - 1), share=st.floats(0, 1))
+def test_any_traced_table(implementation, seed, share):
   """Counts clip to [0, W], an id out of range keeps no key, a duplicate counts twice."""
   rng, shape = np.random.default_rng(seed), LISTS.selection.indices.shape
   legal = rng.random(shape) < share
@@ -119,7 +131,8 @@ def test_any_traced_table(seed, share):
     )
   )
   cleaned = with_table(clean, kept)
-  got, want, twin = run(with_table(ids, counts), "xla"), run_reference(cleaned), run_twin(cleaned)
+  got = run(with_table(ids, counts), implementation)
+  want, twin = run_reference(cleaned), run_twin(cleaned)
   for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
     assert_close(a, r, t, name=name)
 

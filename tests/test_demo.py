@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from running import CPU_DEFAULT
 
 from vsa_jax import TileLayout, demo, tile_tokens, untile_tokens
 from vsa_jax.demo import clip as demo_clip
@@ -206,8 +207,8 @@ def test_demo_end_to_end(clip, tmp_path, capsys):
 
   text = capsys.readouterr().out
   assert "square.mp4: 18 frames of 32 x 48 pixels" in text
-  assert "  xla        chosen" in text
-  assert numbers["implementation"] == "xla"
+  assert f"  {CPU_DEFAULT:<10} chosen" in text
+  assert numbers["implementation"] == CPU_DEFAULT
   assert "After 2 steps more" in text
   for word in ("tile pairs kept", "coverage", "output error", "held-out loss", "denoised"):
     assert f"\n{word:<17}" in text  # each is explained

@@ -59,12 +59,14 @@ def info(argv: list[str]) -> None:
   import jax.numpy as jnp
 
   import vsa_jax
+  from vsa_jax.block_sparse.ffi import build_summary
 
   print(f"python {platform.python_version()} on {platform.platform()}")
   packages = ("vsa_jax", "jax", "jaxlib", "flax", "numpy", "av", "matplotlib", "tqdm")
   print("  ".join(f"{name} {_version(name)}" for name in packages))
   for device in jax.devices():
     print(f"device {device.id}: {device.device_kind} ({device.platform})")
+  print("\n".join(build_summary()))
   layout = vsa_jax.TileLayout([77, (16, 28, 52)], (4, 4, 4))
   x = jax.ShapeDtypeStruct((1, layout.num_tokens, 12, 128), jnp.bfloat16)
   print("\nOn bfloat16, 12 heads of 128, 77 text tokens and a video of 16 x 28 x 52 tokens:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ from vsa_jax.arguments import (
   valid_slots,
 )
 from vsa_jax.block_sparse.api import Static, attend_local
+from vsa_jax.block_sparse.automatic import Automatic
 from vsa_jax.block_sparse.base import Implementation, Problem, Sizes
 from vsa_jax.block_sparse.choice import choose, survey
+from vsa_jax.block_sparse.ffi import platform_of
 from vsa_jax.layout import TileLayout
 from vsa_jax.routing import Plan, pool_tiles, routing_scores
 from vsa_jax.selection import TileSelection
@@ -335,7 +338,8 @@ class Explanation:
 
   layout: TileLayout
   problem: Problem
-  chosen: str | None  # None: what was asked for cannot run
+  chosen: str | None  # on the default device; None: what was asked for cannot run
+  elsewhere: dict[str, str]  # what runs on other platforms, if it depends on that; "" is any other
   reasons: dict[str, str | None]  # by implementation: why it cannot run this call, None if it can
   kept_pairs: int  # tile pairs computed, per head
   devices: str
@@ -362,6 +366,8 @@ class Explanation:
         "chosen" if name == self.chosen else "can run" if reason is None else f"no: {reason}"
       )
       lines.append(f"  {name:<10} {verdict}")
+    for platform, name in self.elsewhere.items():
+      lines.append(f"compiled for {platform or 'any other platform'}, it runs {name}")
     return "\n".join(lines)
 
 
@@ -401,16 +407,21 @@ def explain(
   options, problem, _ = prepared
   partitioned = placement_of(query, sharding) is None and has_auto_axes(query)
   plan, tiles, prefix = options.plan, layout.num_tiles, layout.num_prefix_tiles
-  try:
-    chosen = choose(implementation, problem, partitioned=partitioned).name
-  except NotImplementedError:
-    chosen = None
-  per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + plan.width
   device = jax.devices()[0]
+  chosen, elsewhere = None, {}
+  with contextlib.suppress(NotImplementedError):
+    found = choose(implementation, problem, partitioned=partitioned)
+    if isinstance(found, Automatic):
+      elsewhere = {platform: i.name for platform, i in found.branches} | {"": found.default.name}
+      elsewhere.pop(platform_of(device), None)
+      found = found.on(platform_of(device))
+    chosen = found.name
+  per_row = tiles if plan.keeps_all else plan.num_prefix_tiles + plan.width
   return Explanation(
     layout=layout,
     problem=problem,
     chosen=chosen,
+    elsewhere=elsewhere,
     reasons=survey(implementation, problem),
     kept_pairs=prefix * tiles + (tiles - prefix) * per_row,
     devices=f"{jax.device_count()} x {device.device_kind} ({device.platform})",

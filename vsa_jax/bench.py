@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vsa_jax.attention import video_sparse_attention
+from vsa_jax.attention import explain, video_sparse_attention
 from vsa_jax.block_sparse.api import block_sparse_attention
 from vsa_jax.layout import TileLayout
 from vsa_jax.routing import pool_tiles, routing_scores, select_tiles
@@ -65,7 +65,12 @@ def main(argv: list[str]) -> None:
   parser.add_argument(
     "shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: those for this device"
   )
-  parser.add_argument("--implementation", default=None, help="default: what None chooses")
+  parser.add_argument(
+    "--implementation",
+    nargs="+",
+    metavar="NAME",
+    help="one or several, side by side; default: what None chooses, and xla",
+  )
   parser.add_argument("--rounds", type=int, default=7, help="times each call is timed; default: 7")
   parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
   options = parser.parse_args(argv)
@@ -92,8 +97,8 @@ def main(argv: list[str]) -> None:
     options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
-def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
-  """Times one shape and prints its rows."""
+def bench(name: str, implementations: list[str] | None, rounds: int) -> list[dict[str, Any]]:
+  """Times one shape and prints its rows; implementations None: what None chooses, and xla."""
   shape = SHAPES[name]
   layout = TileLayout(shape.segments, shape.tile)
   length, batch = layout.num_tokens, 1
@@ -110,15 +115,20 @@ def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
     scores = routing_scores(pool_tiles(query, layout), pool_tiles(key, layout))
     return select_tiles(scores, layout, sparsity=shape.sparsity)
 
-  def whole(query, key, value, **options):
+  if implementations is None:
+    best = str(explain(query, key, value, layout, sparsity=shape.sparsity).chosen)
+    implementations = list(dict.fromkeys((best, "xla")))
+
+  def whole(query, key, value, implementation, **options):
     return video_sparse_attention(
       query, key, value, layout, sparsity=shape.sparsity, implementation=implementation, **options
     )
 
-  out, aux = jax.jit(functools.partial(whole, return_aux=True))(*packed[:3])
+  first = functools.partial(whole, implementation=implementations[0], return_aux=True)
+  out, aux = jax.jit(first)(*packed[:3])
   selection = aux.selection
 
-  def sparse(query, key, value):
+  def sparse(query, key, value, implementation):
     sizes = layout.tile_sizes
     return block_sparse_attention(
       query, key, value, selection, tile_sizes=sizes, implementation=implementation
@@ -133,20 +143,24 @@ def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
   parts: dict[str, tuple[Callable, tuple, float]] = {
     "dense fwd": (jax.jit(dense), packed[:3], length**2),
     "dense fwd+bwd": (_with_gradient(dense), packed, length**2),
-    "sparse fwd": (jax.jit(sparse), tiled[:3], kept),
-    "sparse fwd+bwd": (_with_gradient(sparse), tiled, kept),
-    "whole op fwd": (jax.jit(whole), packed[:3], kept),
-    "whole op fwd+bwd": (_with_gradient(whole), packed, kept),
-    "route": (route, tiled[:2], 0),
-    "tile q, k, v": (tile, packed[:3], 0),
   }
+  for each in implementations:
+    alone = functools.partial(sparse, implementation=each)
+    with_routing = functools.partial(whole, implementation=each)
+    parts |= {
+      f"{each} fwd": (jax.jit(alone), tiled[:3], kept),
+      f"{each} fwd+bwd": (_with_gradient(alone), tiled, kept),
+      f"{each} whole op fwd": (jax.jit(with_routing), packed[:3], kept),
+      f"{each} whole op fwd+bwd": (_with_gradient(with_routing), packed, kept),
+    }
   untile = jax.jit(lambda *arrays: [untile_tokens(x, layout) for x in arrays])
   want = _exact(layout, packed, selection.to_mask(), out, aux.lse)
-  for part in ("sparse fwd+bwd", "whole op fwd+bwd"):
-    function, args, _ = parts[part]
-    out, gradients = function(*args)
-    results = (out, *gradients)
-    _check(part, untile(*results) if args is tiled else results, want)
+  for part, (function, args, _) in parts.items():
+    if part.endswith("bwd") and not part.startswith("dense"):
+      out, gradients = function(*args)
+      results = (out, *gradients)
+      _check(part, untile(*results) if args is tiled else results, want)
+  parts |= {"route": (route, tiled[:2], 0), "tile q, k, v": (tile, packed[:3], 0)}
   times = _in_turn({part: (f, args) for part, (f, args, _) in parts.items()}, rounds)
   print(
     f"\n{name}: {layout.num_tokens} tokens, {layout.num_tiles} tiles of {layout.tile_size},"
@@ -157,7 +171,7 @@ def bench(name: str, implementation: Any, rounds: int) -> list[dict[str, Any]]:
     low, median, high = np.percentile(times[part], (25, 50, 75))
     row = {"shape": name, "part": part, "ms": median, "quartiles_ms": [low, high]}
     base = part.split("fwd")[-1] if "fwd" in part else None
-    text = f"  {part:<18} {median:9.2f} ms  [{low:.2f}, {high:.2f}]"
+    text = f"  {part:<24} {median:9.2f} ms  [{low:.2f}, {high:.2f}]"
     if base is not None and not part.startswith("dense"):
       dense_ms = float(np.median(times[f"dense fwd{base}"]))
       row["ratio_per_pair"] = (median / pairs) / (dense_ms / length**2)

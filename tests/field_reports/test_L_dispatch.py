@@ -8,10 +8,11 @@ import tomllib
 import jax
 import jax.export
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 from numpy_oracle import vsa
-from running import normal, qkv, untile, with_gradients
+from running import normal, pretend_gpu, qkv, untile, with_gradients
 
 import vsa_jax
 from vsa_jax import TileLayout, tile_tokens, video_sparse_attention
@@ -19,6 +20,33 @@ from vsa_jax import TileLayout, tile_tokens, video_sparse_attention
 ROOT = pathlib.Path(__file__).parents[2]
 SEGMENTS, TILE = [3, (2, 2, 3)], (1, 2, 2)
 LAYOUT = TileLayout(SEGMENTS, TILE)
+
+
+def _refused(name, message):
+  layout = TileLayout([(8, 8, 8)], (4, 4, 4))
+  x = jax.ShapeDtypeStruct((1, layout.num_tokens, 2, 64), jnp.bfloat16)
+  attend = lambda x: video_sparse_attention(x, x, x, layout, topk=1, implementation=name)
+  with pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(attend, x)
+  assert vsa_jax.explain(x, x, x, layout, topk=1).chosen != name
+
+
+def test_L01_install_without_nvcc(monkeypatch):
+  pretend_gpu(monkeypatch, has_cuda=False, cuda="no working nvcc was found")
+  _refused("cuda", r"no working nvcc was found; put nvcc of CUDA 12.5 or newer on PATH and install")
+
+
+def test_L03_handlers_newer_than_the_runtime(monkeypatch):
+  pretend_gpu(monkeypatch, jaxlib="9999.0")
+  for name in ("cpu", "cuda"):
+    _refused(name, rf"jaxlib 9999.0, newer than jaxlib {jaxlib.__version__} here; install vsa_jax")
+  with pytest.raises(NotImplementedError, match="newer than jaxlib"):  # and nothing is registered
+    vsa_jax.register_kernels.__wrapped__()
+
+
+def test_L09_an_old_gpu(monkeypatch):
+  pretend_gpu(monkeypatch, capability="7.5")
+  _refused("cuda", r"NVIDIA X has compute capability 7.5; its kernels run on 9.0 \(H100, H200")
 
 
 @pytest.mark.parametrize("name", ["cuda", "pallas"])
@@ -51,9 +79,11 @@ def test_L07_dispatch_by_platform():
   out, _ = jax.jit(lambda query: jax.lax.scan(step, query, None, length=1))(committed[0])
   np.testing.assert_allclose(out, want, atol=2e-6)
   # One program for several platforms runs on this one, and holds no kernel for the others.
-  exported = jax.export.export(jax.jit(attend), platforms=("cpu", "cuda", "tpu"))(*operands)
+  exported = jax.export.export(
+    jax.jit(attend), platforms=("cpu", "cuda", "tpu"), disabled_checks=vsa_jax.EXPORT_CHECKS
+  )(*operands)
   np.testing.assert_allclose(exported.call(*operands), want, atol=2e-6)
-  assert not re.search(r"mosaic|triton|tpu_custom_call", exported.mlir_module())
+  assert not re.search(r"mosaic|triton|tpu_custom_call|vsa_forward_cuda", exported.mlir_module())
 
 
 @pytest.mark.parametrize("grid", [(18, 48, 80), (18, 45, 80)], ids=str)

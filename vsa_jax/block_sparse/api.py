@@ -61,8 +61,9 @@ def block_sparse_attention(
     scale: static real > 0, times the logits; default H**-0.5.
     precision: of the attention matmuls, as in jax.lax.dot_general.  None is the backend's default, which
       on GPUs computes float32 in TF32.
-    implementation: a name ("xla", "reference", ...), an `Implementation`, or a sequence of them, tried in
-      order.  A named one never falls back.  None takes the best that can run; see `vsa_jax.explain`.
+    implementation: a name ("cpu", "cuda", "xla", "reference"), an `Implementation`, or a sequence of them,
+      tried in order.  A named one never falls back.  None takes the best that can run on the platform the
+      program is compiled for; see `vsa_jax.explain`.
     sharding: the NamedSharding of query, where types do not carry it (auto mode); batch and heads only.
     return_lse: also return the log-sum-exp.
 

@@ -6,18 +6,22 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from vsa_jax.block_sparse.automatic import Automatic
 from vsa_jax.block_sparse.base import Implementation, Problem
+from vsa_jax.block_sparse.ffi import Cpu, Cuda
 from vsa_jax.block_sparse.reference import Reference
 from vsa_jax.block_sparse.xla import Xla
 
-IMPLEMENTATIONS: dict[str, Implementation] = {i.name: i for i in (Xla(), Reference())}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+  i.name: i for i in (Xla(), Reference(), Cpu(), Cuda())
+}
 
 # Names that are taken, without code in this version.
-_ABSENT = ("cpu", "pallas", "cuda", "cuda_sim")
+_ABSENT = ("pallas", "cuda_sim")
 _NAMES = [*IMPLEMENTATIONS, *_ABSENT]
 
-# What None tries, best first.
-_AUTOMATIC = ("xla",)
+# What None takes on a platform, by JAX's name of it, where that can run; "xla" otherwise.
+_BY_PLATFORM = {"cpu": "cpu", "cuda": "cuda"}
 
 
 def choose(asked: Any, problem: Problem, *, partitioned: bool) -> Implementation:
@@ -39,9 +43,13 @@ def choose(asked: Any, problem: Problem, *, partitioned: bool) -> Implementation
         " sees fit, with collectives; pass sharding=NamedSharding(mesh, spec of query) to run on local shards",
         stacklevel=3,
       )
-    return next(
-      IMPLEMENTATIONS[name] for name in _AUTOMATIC if reason_against(name, problem) is None
+      return IMPLEMENTATIONS["xla"]
+    branches = tuple(
+      (platform, IMPLEMENTATIONS[name])
+      for platform, name in _BY_PLATFORM.items()
+      if reason_against(name, problem) is None
     )
+    return Automatic(branches, IMPLEMENTATIONS["xla"]) if branches else IMPLEMENTATIONS["xla"]
   reasons = []
   for item in _items(asked):
     reason = reason_against(item, problem)
