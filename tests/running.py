@@ -78,7 +78,7 @@ def pretend_gpu(monkeypatch, capability="9.0", **facts):
   facts = {"has_cuda": True, "cuda": "sm_90a", "jaxlib": "0.10.2", **facts}
   compiled = types.SimpleNamespace(
     build_facts=lambda: facts,
-    cuda_backward_workspace=lambda dtype, batch, *_: 1000 * batch,
+    cuda_workspaces=lambda dtype, batch, *_: (4, 1000 * batch),
     registrations=dict,
   )
   device = types.SimpleNamespace(device_kind="NVIDIA X", compute_capability=capability)

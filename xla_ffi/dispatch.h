@@ -17,7 +17,8 @@ namespace vsa::cuda {
 std::string Forward(const ForwardParams& params, CUstream_st* stream);
 std::string Backward(const BackwardParams& params, CUstream_st* stream);
 
-// How many bytes of workspace Backward wants.
+// How many bytes of workspace they want.
+int64_t ForwardWorkspace(const Shape& shape);
 int64_t BackwardWorkspace(const Shape& shape);
 
 }  // namespace vsa::cuda

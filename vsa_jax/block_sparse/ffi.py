@@ -57,8 +57,8 @@ class FfiKernels:
   def _why_not(self, problem: Problem) -> str | None:
     raise NotImplementedError
 
-  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
-    """Bytes of scratch that the backward wants as a last result; None: it takes none."""
+  def _workspaces(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of scratch that forward and backward take as a last result."""
     raise NotImplementedError
 
   def forward(
@@ -74,9 +74,12 @@ class FfiKernels:
   ) -> tuple[jax.Array, jax.Array]:
     """out and base-2 LSE; see `Implementation.forward`."""
 
+    scratch = self._scratch_of(0, query, key, selection)
+
     def types(query, *_):
       batch, length, heads, _ = query.shape
-      return _like(query), _struct((batch, heads, length), accumulator(query.dtype))
+      lse = _struct((batch, heads, length), accumulator(query.dtype))
+      return _like(query), lse, *scratch(batch)
 
     target, attributes = f"vsa_forward_{self.name}", _attributes(selection, scale)
 
@@ -92,14 +95,10 @@ class FfiKernels:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_query, d_key, d_value); see `Implementation.backward`."""
     selection = residual.selection
-    problem = Problem.of(residual.query, residual.key, selection)
-    prefix_and_dense = (selection.num_prefix_tiles, selection.num_dense_rows)
+    scratch = self._scratch_of(1, residual.query, residual.key, selection)
 
     def types(query, key, value, *_):
-      here = dataclasses.replace(problem, batch=query.shape[0])
-      size = self._workspace(here, prefix_and_dense)
-      scratch = () if size is None else (_struct((size,), jnp.uint8),)
-      return *map(_like, (query, key, value)), *scratch
+      return *map(_like, (query, key, value)), *scratch(query.shape[0])
 
     target, attributes = f"vsa_backward_{self.name}", _attributes(selection, scale)
 
@@ -111,6 +110,20 @@ class FfiKernels:
     alike = functools.partial(_XLA.backward, scale=scale, precision=precision)
     return _with_derivative_of(alike, kernel)(residual, d_out, delta)
 
+  def _scratch_of(
+    self, rule: int, query: jax.Array, key: jax.Array, selection: TileSelection
+  ) -> Callable[[int], tuple[jax.ShapeDtypeStruct, ...]]:
+    """From a batch to the types of the scratch, if any, of forward (rule 0) or backward (1)."""
+    problem = Problem.of(query, key, selection)
+    prefix_and_dense = (selection.num_prefix_tiles, selection.num_dense_rows)
+
+    def types(batch):
+      here = dataclasses.replace(problem, batch=batch)
+      size = self._workspaces(here, prefix_and_dense)[rule]
+      return (_struct((size,), jnp.uint8),) if size else ()
+
+    return types
+
 
 class Cpu(FfiKernels):
   """C++ kernels on XLA's own threads, of any floating dtype, head dim and tile size; sums in float32 or 64."""
@@ -121,9 +134,9 @@ class Cpu(FfiKernels):
     del problem
     return None
 
-  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
+  def _workspaces(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> tuple[int, int]:
     del problem, prefix_and_dense
-    return None
+    return 0, 0
 
 
 class Cuda(FfiKernels):
@@ -161,8 +174,8 @@ class Cuda(FfiKernels):
         )
     return None
 
-  def _workspace(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> int | None:
-    return _compiled.cuda_backward_workspace(
+  def _workspaces(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> tuple[int, int]:
+    return _compiled.cuda_workspaces(
       jnp.dtype(problem.dtype).name,
       problem.batch,
       problem.heads,

@@ -160,10 +160,21 @@ class Buffers {
   ffi::RemainingRets rets_;
 };
 
-// Operands: query, key, value, indices, counts, query_sizes, key_sizes.  Results: out, lse.
-inline ffi::ErrorOr<ForwardParams> ForwardArguments(const Attributes& attributes, const Buffers& buffers) {
+// Bytes of the workspace of a kernel, which is its last result; null: it has none.
+using WorkspaceBytes = int64_t (*)(const Shape&);
+
+inline void* Workspace(const Buffers& buffers, size_t result, WorkspaceBytes bytes, const Shape& shape, Check* check) {
+  if (bytes == nullptr || !check->ok()) return nullptr;
+  const ffi::AnyBuffer workspace = buffers.result(result);
+  check->Is("workspace", workspace, ffi::DataType::U8, {bytes(shape)});
+  return workspace.untyped_data();
+}
+
+// Operands: query, key, value, indices, counts, query_sizes, key_sizes.  Results: out, lse, perhaps a workspace.
+inline ffi::ErrorOr<ForwardParams> ForwardArguments(const Attributes& attributes, const Buffers& buffers,
+                                                    WorkspaceBytes workspace_bytes) {
   Check check;
-  buffers.CheckCounts(7, 2, &check);
+  buffers.CheckCounts(7, workspace_bytes == nullptr ? 2 : 3, &check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   const Inputs in = buffers.inputs(attributes);
   const ffi::AnyBuffer out = buffers.result(0), lse = buffers.result(1);
@@ -171,6 +182,7 @@ inline ffi::ErrorOr<ForwardParams> ForwardArguments(const Attributes& attributes
   const Shape shape = CheckInputs(in, &check, &sums);
   check.Is("out", out, in.query.element_type(), {shape.batch, shape.query_length(), shape.heads, shape.head_dim});
   check.Is("lse", lse, sums, {shape.batch, shape.heads, shape.query_length()});
+  void* workspace = Workspace(buffers, 2, workspace_bytes, shape, &check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   return ForwardParams{shape,
                        attributes.scale,
@@ -179,13 +191,13 @@ inline ffi::ErrorOr<ForwardParams> ForwardArguments(const Attributes& attributes
                        in.key.untyped_data(),
                        in.value.untyped_data(),
                        out.untyped_data(),
-                       lse.untyped_data()};
+                       lse.untyped_data(),
+                       workspace};
 }
 
-// Operands: those of the forward, lse, d_out, delta.  Results: d_query, d_key, d_value and, where workspace_bytes is
-// not null, a workspace of uint8 and that length.
+// Operands: those of the forward, lse, d_out, delta.  Results: d_query, d_key, d_value, perhaps a workspace.
 inline ffi::ErrorOr<BackwardParams> BackwardArguments(const Attributes& attributes, const Buffers& buffers,
-                                                      int64_t (*workspace_bytes)(const Shape&)) {
+                                                      WorkspaceBytes workspace_bytes) {
   Check check;
   buffers.CheckCounts(10, workspace_bytes == nullptr ? 3 : 4, &check);
   if (!check.ok()) return ffi::Unexpected(check.error());
@@ -201,11 +213,7 @@ inline ffi::ErrorOr<BackwardParams> BackwardArguments(const Attributes& attribut
   check.Is("d_query", d_query, dtype, {shape.batch, shape.query_length(), shape.heads, shape.head_dim});
   check.Is("d_key", d_key, dtype, {shape.batch, shape.key_length(), shape.kv_heads, shape.head_dim});
   check.Is("d_value", d_value, dtype, {shape.batch, shape.key_length(), shape.kv_heads, shape.head_dim});
-  void* workspace = nullptr;
-  if (check.ok() && workspace_bytes != nullptr) {
-    check.Is("workspace", buffers.result(3), ffi::DataType::U8, {workspace_bytes(shape)});
-    workspace = buffers.result(3).untyped_data();
-  }
+  void* workspace = Workspace(buffers, 3, workspace_bytes, shape, &check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   return BackwardParams{shape,
                         attributes.scale,

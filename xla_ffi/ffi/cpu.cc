@@ -18,7 +18,7 @@ ffi::Error Finish(bool ran) {
 
 ffi::Error Forward(ffi::ThreadPool threads, double scale, int64_t num_prefix_tiles, int64_t num_dense_rows,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const auto params = ForwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets});
+  const auto params = ForwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets}, nullptr);
   return params ? Finish(cpu::Forward(*params, PoolOf(threads))) : params.error();
 }
 

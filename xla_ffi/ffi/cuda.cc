@@ -15,7 +15,8 @@ ffi::Error Finish(const std::string& problem) {
 
 ffi::Error Forward(cudaStream_t stream, double scale, int64_t num_prefix_tiles, int64_t num_dense_rows,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const auto params = ForwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets});
+  const auto params =
+      ForwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets}, cuda::ForwardWorkspace);
   if (!params) return params.error();
   return params->shape.batch == 0 ? ffi::Error::Success() : Finish(cuda::Forward(*params, stream));
 }

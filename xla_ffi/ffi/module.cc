@@ -1,6 +1,9 @@
 // The Python module _vsa_jax_ffi: handlers to register, and how it was built.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+
+#include <utility>
 
 #include "xla_ffi/cpu/kernels.h"
 #include "xla_ffi/ffi/handlers.h"
@@ -46,16 +49,23 @@ nb::dict BuildFacts() {
 }
 
 #ifdef VSA_CUDA
-// Of a call whose query has this dtype, by its name in NumPy.
-int64_t CudaBackwardWorkspace(const std::string& dtype, int64_t batch, int64_t heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t tile_size, int64_t query_tiles, int64_t key_tiles,
-                              int64_t width, int64_t num_prefix_tiles, int64_t num_dense_rows) {
-  const vsa::DType type = dtype == "float16"    ? vsa::DType::kFloat16
-                          : dtype == "bfloat16" ? vsa::DType::kBFloat16
-                          : dtype == "float32"  ? vsa::DType::kFloat32
-                                                : vsa::DType::kFloat64;
-  return vsa::cuda::BackwardWorkspace({type, batch, heads, kv_heads, head_dim, tile_size, query_tiles, key_tiles,
-                                       width, num_prefix_tiles, num_dense_rows});
+// Bytes of workspace of a call whose query has this dtype, by its name in NumPy: of the forward, of the backward.
+std::pair<int64_t, int64_t> CudaWorkspaces(const std::string& dtype, int64_t batch, int64_t heads, int64_t kv_heads,
+                                           int64_t head_dim, int64_t tile_size, int64_t query_tiles,
+                                           int64_t key_tiles, int64_t width, int64_t num_prefix_tiles,
+                                           int64_t num_dense_rows) {
+  const vsa::Shape shape{dtype == "float16" ? vsa::DType::kFloat16 : vsa::DType::kBFloat16,
+                         batch,
+                         heads,
+                         kv_heads,
+                         head_dim,
+                         tile_size,
+                         query_tiles,
+                         key_tiles,
+                         width,
+                         num_prefix_tiles,
+                         num_dense_rows};
+  return {vsa::cuda::ForwardWorkspace(shape), vsa::cuda::BackwardWorkspace(shape)};
 }
 #endif
 
@@ -65,6 +75,6 @@ NB_MODULE(_vsa_jax_ffi, module) {
   module.def("registrations", &Registrations);
   module.def("build_facts", &BuildFacts);
 #ifdef VSA_CUDA
-  module.def("cuda_backward_workspace", &CudaBackwardWorkspace);
+  module.def("cuda_workspaces", &CudaWorkspaces);
 #endif
 }
