@@ -10,12 +10,22 @@ import pytest
 
 from vsa_jax import TileSelection, tile_tokens, untile_tokens
 from vsa_jax.block_sparse import ffi
+from vsa_jax.block_sparse.base import Problem
+from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
 
 # Without a compiler there are no kernels, and what is about them alone cannot run.
 IS_BUILT = ffi.is_built()
 needs_kernels = pytest.mark.skipif(not IS_BUILT, reason="the compiled part is not installed")
 # What implementation=None takes on a CPU.
 CPU_DEFAULT = "cpu" if IS_BUILT else "xla"
+
+# Those that run small float32 problems here: all but the kernels of GPUs, and what was not built.
+RUN_HERE = [
+  name
+  for name, i in IMPLEMENTATIONS.items()
+  if i.supports(Problem(jnp.dtype("float32"), 1, 1, 1, 8, 4, 4, 4, 1)) is None
+  and (name != "cpu" or jax.default_backend() == "cpu")
+]
 
 # One program each, where op by op would compile a dozen.
 tile = jax.jit(tile_tokens)

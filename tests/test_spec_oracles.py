@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy_oracle import attention, cut, pool, route, tile_scores, vsa, wide
-from running import assert_same_bits, both, normal, qkv, tile, to_mask, untile
+from running import RUN_HERE, assert_same_bits, both, normal, qkv, tile, to_mask, untile
 
 from vsa_jax import (
   TileLayout,
@@ -25,9 +25,8 @@ from vsa_jax import (
   tile_budget,
   video_sparse_attention,
 )
-from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
 
-EACH = pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+EACH = pytest.mark.parametrize("implementation", RUN_HERE)
 
 # Text, reference video, image, audio, target video (1.6).
 EXAMPLE = [130, (4, 8, 16), 60, 200, (8, 8, 16)]

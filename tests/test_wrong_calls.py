@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from running import RUN_HERE
 
 from vsa_jax import (
   TileLayout,
@@ -14,11 +15,10 @@ from vsa_jax import (
   tile_tokens,
   video_sparse_attention,
 )
-from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
 
 LAYOUT = TileLayout([5, (3, 4, 2)], (2, 2, 2))
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, LAYOUT.num_tokens, 2, 4))
-EACH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+EACH = pytest.mark.parametrize("implementation", RUN_HERE)
 
 
 @pytest.mark.parametrize("budget", [np.iinfo(np.int64).max, np.int64(2**40), np.uint64(2**63)])

@@ -4,20 +4,8 @@ Every test that takes the fixture `implementation` runs once for each name of RU
 speak of a GPU are here at a size that a CPU can run, wherever the kind of fault can show there.
 """
 
-import jax
-import jax.numpy as jnp
 import pytest
-
-from vsa_jax.block_sparse.base import Problem
-from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
-
-# Those that run small float32 problems here: all but the kernels of GPUs, and what was not built.
-_SMALL = Problem(jnp.dtype("float32"), 1, 1, 1, 8, 4, 4, 4, 1)
-RUN_HERE = [
-  name
-  for name, i in IMPLEMENTATIONS.items()
-  if i.supports(_SMALL) is None and (name != "cpu" or jax.default_backend() == "cpu")
-]
+from running import RUN_HERE
 
 # Reports that no CPU test can show, and why.
 NOT_ON_CPU = {

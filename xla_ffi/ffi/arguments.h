@@ -2,11 +2,13 @@
 // platforms.  A message says the name, what was got and what is wanted.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 #include "xla_ffi/params.h"
