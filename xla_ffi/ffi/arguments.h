@@ -107,8 +107,10 @@ inline Shape CheckInputs(const Inputs& in, Check* check, ffi::DataType* sums) {
   shape.num_prefix_tiles = in.attributes.num_prefix_tiles;
   shape.num_dense_rows = in.attributes.num_dense_rows;
 
-  check->That(std::isfinite(in.attributes.scale) && in.attributes.scale > 0, "scale", std::to_string(in.attributes.scale), "a finite number > 0");
-  check->That(shape.head_dim > 0 && shape.heads > 0, "query", "shape " + Text(query), "at least one head and one head dim");
+  const double scale = in.attributes.scale;
+  check->That(std::isfinite(scale) && scale > 0, "scale", std::to_string(scale), "a finite number > 0");
+  check->That(shape.head_dim > 0 && shape.heads > 0, "query", "shape " + Text(query),
+              "at least one head and one head dim");
   check->That(shape.kv_heads > 0 && shape.heads % std::max<int64_t>(shape.kv_heads, 1) == 0, "key",
               std::to_string(shape.kv_heads) + " heads", "a divisor of query's " + std::to_string(shape.heads));
   check->That(shape.query_tiles > 0 && query[1] > 0 && query[1] % std::max<int64_t>(shape.query_tiles, 1) == 0,
@@ -118,12 +120,11 @@ inline Shape CheckInputs(const Inputs& in, Check* check, ffi::DataType* sums) {
               std::to_string(shape.key_tiles) + " tiles", "1 to 2^31 - 1");
   check->That(shape.query_tiles <= std::numeric_limits<int32_t>::max(), "query_sizes",
               std::to_string(shape.query_tiles) + " tiles", "1 to 2^31 - 1");
-  const std::string prefix_range = "0 to " + std::to_string(shape.key_tiles) + ", the key tiles";
-  check->That(in.attributes.num_prefix_tiles >= 0 && in.attributes.num_prefix_tiles <= shape.key_tiles, "num_prefix_tiles",
-              std::to_string(in.attributes.num_prefix_tiles), prefix_range);
-  const std::string dense_range = "0 to " + std::to_string(shape.query_tiles) + ", the query tiles";
-  check->That(in.attributes.num_dense_rows >= 0 && in.attributes.num_dense_rows <= shape.query_tiles, "num_dense_rows",
-              std::to_string(in.attributes.num_dense_rows), dense_range);
+  const auto check_range = [&](const char* name, int64_t got, int64_t most, const char* tiles) {
+    check->That(got >= 0 && got <= most, name, std::to_string(got), "0 to " + std::to_string(most) + ", " + tiles);
+  };
+  check_range("num_prefix_tiles", shape.num_prefix_tiles, shape.key_tiles, "the key tiles");
+  check_range("num_dense_rows", shape.num_dense_rows, shape.query_tiles, "the query tiles");
   if (!check->ok()) return shape;
 
   shape.tile_size = query[1] / shape.query_tiles;
