@@ -1,0 +1,42 @@
+# Sets VSA_CUDA, VSA_CUDA_FACTS (how the kernels were built, or why not) and, where they compile, the library vsa_cuda.
+set(VSA_CUDA OFF)
+set(CMAKE_CUDA_ARCHITECTURES OFF)
+include(CheckLanguage)
+check_language(CUDA)
+if(CMAKE_CUDA_COMPILER)
+  enable_language(CUDA)
+endif()
+# 12.5 is the first with cudaGetDriverEntryPointByVersion.
+if(NOT CMAKE_CUDA_COMPILER)
+  set(VSA_CUDA_FACTS "no working nvcc was found when vsa_jax was built")
+elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)
+  set(VSA_CUDA_FACTS "nvcc was ${CMAKE_CUDA_COMPILER_VERSION} when vsa_jax was built, 12.5 or newer is needed")
+else()
+  # Built here and now, to know whether they compile; later changes are built with everything else.
+  set(cuda_build "${PROJECT_BINARY_DIR}/cuda")
+  execute_process(RESULT_VARIABLE failed COMMAND "${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}" -B "${cuda_build}"
+    -G "${CMAKE_GENERATOR}" "-DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
+    "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" "-DCMAKE_CUDA_COMPILER=${CMAKE_CUDA_COMPILER}")
+  if(NOT failed)
+    execute_process(RESULT_VARIABLE failed COMMAND "${CMAKE_COMMAND}" --build "${cuda_build}" --parallel)
+  endif()
+  if(failed)
+    set(VSA_CUDA_FACTS "they did not compile with nvcc ${CMAKE_CUDA_COMPILER_VERSION} when vsa_jax was built")
+  else()
+    set(VSA_CUDA ON)
+    set(VSA_CUDA_FACTS "sm_90a, by nvcc ${CMAKE_CUDA_COMPILER_VERSION}")
+  endif()
+endif()
+if(NOT VSA_CUDA)
+  message(STATUS "vsa_jax: no CUDA kernels: ${VSA_CUDA_FACTS}; everything else is built")
+  return()
+endif()
+
+message(STATUS "vsa_jax: CUDA kernels: ${VSA_CUDA_FACTS}")
+find_package(CUDAToolkit REQUIRED)
+add_custom_target(vsa_cuda_build COMMAND "${CMAKE_COMMAND}" --build "${cuda_build}" --parallel
+  BYPRODUCTS "${cuda_build}/libvsa_cuda.a")
+add_library(vsa_cuda STATIC IMPORTED)
+set_target_properties(vsa_cuda PROPERTIES IMPORTED_LOCATION "${cuda_build}/libvsa_cuda.a")
+target_link_libraries(vsa_cuda INTERFACE CUDA::cudart_static)
+add_dependencies(vsa_cuda vsa_cuda_build)
