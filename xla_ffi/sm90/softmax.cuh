@@ -17,15 +17,6 @@ __device__ __forceinline__ int accumulator_column(int i) {
   return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
 }
 
-// Of the columns from kFirst to kFirst + 63, those past the first `keys` are no keys and get no weight.
-template <int kFirst, int kCount>
-__device__ __forceinline__ void mask_columns(float (&logits)[kCount], int keys) {
-#pragma unroll
-  for (int i = kFirst / 2; i < kFirst / 2 + 32; ++i) {
-    if (accumulator_column(i) - kFirst >= keys) logits[i] = -INFINITY;
-  }
-}
-
 // The four lanes that share a row.
 template <class Combine>
 __device__ __forceinline__ float across_row(float x, Combine combine) {
@@ -52,9 +43,16 @@ struct RowStatistics {
     }
   }
 
-  // Replaces logits by weights. Sums over earlier columns must be multiplied by `factor`.
+  // Replaces logits by weights, of the first `keys` columns; the others become 0. Sums over earlier columns must
+  // be multiplied by `factor`.
   template <int kCount>
-  __device__ __forceinline__ void update(float (&logits)[kCount], float scale_log2) {
+  __device__ __forceinline__ void update(float (&logits)[kCount], int keys, float scale_log2) {
+    if (keys < kCount * 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (accumulator_column(i) >= keys) logits[i] = -INFINITY;
+      }
+    }
     float offset[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

@@ -87,9 +87,6 @@ enum class Major { kK, kMN };
 #define VSA_NAMES64 \
   VSA_NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define VSA_NAMES96 \
-  VSA_NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 // The operands that follow D: A's descriptor, B's, whether D is added to, and the transposes.
 #define VSA_SS(n, type, names, a, b, add, ta, tb)                                                      \
   "{.reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
@@ -101,7 +98,7 @@ enum class Major { kK, kMN };
 // D (+)= A B with both operands in shared memory; add = 0 overwrites D.
 template <class T, Major kA, Major kB, int kAccumulators>
 __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], uint64_t a, uint64_t b, int add) {
-  static_assert(kAccumulators == 32 || kAccumulators == 64 || kAccumulators == 96, "N = 64, 128 or 192");
+  static_assert(kAccumulators == 32 || kAccumulators == 64, "N = 64 or 128");
   constexpr int ta = kA == Major::kMN, tb = kB == Major::kMN;
   if constexpr (kAccumulators == 32) {
     if constexpr (std::is_same_v<T, __half>) {
@@ -110,14 +107,6 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], uint64_t a, uin
     } else {
       asm volatile(VSA_SS("64", "bf16", VSA_NAMES32, "%32", "%33", "%34", "%35", "%36")
                    : VSA_D32(d, 0) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
-    }
-  } else if constexpr (kAccumulators == 96) {
-    if constexpr (std::is_same_v<T, __half>) {
-      asm volatile(VSA_SS("192", "f16", VSA_NAMES96, "%96", "%97", "%98", "%99", "%100")
-                   : VSA_D32(d, 0), VSA_D32(d, 32), VSA_D32(d, 64) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
-    } else {
-      asm volatile(VSA_SS("192", "bf16", VSA_NAMES96, "%96", "%97", "%98", "%99", "%100")
-                   : VSA_D32(d, 0), VSA_D32(d, 32), VSA_D32(d, 64) : "l"(a), "l"(b), "r"(add), "n"(ta), "n"(tb));
     }
   } else {
     if constexpr (std::is_same_v<T, __half>) {
@@ -162,7 +151,6 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t*
 #undef VSA_D32
 #undef VSA_NAMES32
 #undef VSA_NAMES64
-#undef VSA_NAMES96
 #undef VSA_SS
 #undef VSA_RS
 

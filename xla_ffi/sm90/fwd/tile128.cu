@@ -1,14 +1,12 @@
 // Forward for tiles of 128 and 256 tokens: 128 query rows of one tile share one list.
 //
 // CTA: 3 warpgroups, persistent, one per SM.
-//   warpgroup 0  producer: warp 0 takes tickets, walks lists and issues every TMA load; 24 registers
-//   warpgroup 1  consumer of rows 0..63   240 registers: S 96, O 64, P 48
+//   warpgroup 0  producer: warp 0 takes tickets, walks lists and issues every TMA load; 40 registers
+//   warpgroup 1  consumer of rows 0..63   232 registers: S 64, O 64, P 32, Q 32
 //   warpgroup 2  consumer of rows 64..127
 //
-// A step is 192 keys, three blocks of 64 of whatever tiles come next: longer than a tile, since what a step costs beside
-// its products (issuing, turns, waits: some 700 cycles) does not grow with it. A consumer has the product of the next step
-// and the P V of this one in flight while it computes exponentials, also across the end of an item (128 query rows of
-// one head):
+// A step is 128 keys. A consumer has the product of the next step and the P V of this one in flight while it
+// computes exponentials, also across the end of an item (128 query rows of one head):
 //
 //   producer             consumer 1                          consumer 2
 //   K(g+1) -> slot       S(g+1) = Q K(g+1), O += P(g) V(g)   softmax(g)
@@ -19,12 +17,12 @@
 //   full[slot]    producer + bytes         K or V of a step is there (consumers)
 //   empty[slot]   one lane of 8 warps      both consumers have read it (producer); in a cluster, those of both CTAs
 //   q_full        producer + bytes         Q of an item is there (consumers)
-//   q_empty       one lane of 8 warps      the last S of the item is done (producer)
+//   q_empty       one lane of 8 warps      they have it in registers (producer)
 //   mail_full[8]  producer + bytes         a ticket from the cluster's first CTA (the second's producer)
 //   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
 //   own[1..2]     named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: Q 32 KB, four K or V slots of 48 KB, 224 KB; then barriers and notes.
+// Shared memory at H = 128: Q 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
 //
 // Tiles of 256: a cluster of two CTAs takes a tile, 128 rows each; each loads half of every K and V for both.
 #include "forward.h"
@@ -42,9 +40,7 @@ namespace vsa::sm90 {
 namespace {
 
 constexpr int kRows = 128;       // query rows of an item
-constexpr int kBlock = 64;       // keys of a block
-constexpr int kBlocks = 3;       // of a step
-constexpr int kKeys = kBlock * kBlocks;
+constexpr int kKeys = 128;       // keys of a step
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRows = kRows / kConsumers;
@@ -64,24 +60,19 @@ struct Arguments {
 class Step {
  public:
   Step() = default;
+  // keys: valid rows of K and V; 0: the item has no keys, and the slots hold nothing. first, last: of its item.
+  __device__ Step(int keys, bool first, bool last) : word_(keys | first << 16 | last << 17) {}
   __device__ static Step End() {  // no step: the work is over
     Step step;
-    step.word_ = kEnd;
+    step.word_ = 1 << 18;
     return step;
   }
-  // Valid rows of a block of K and V; 0: nothing was loaded. All 0: the item has no keys.
-  __device__ int keys(int block) const { return word_ >> (7 * block) & 127; }
-  __device__ void set_keys(int block, int keys) { word_ |= keys << (7 * block); }
-  __device__ void mark(bool first, bool last) { word_ |= (first ? kFirst : 0) | (last ? kLast : 0); }
-  __device__ bool first() const { return word_ & kFirst; }  // of its item
-  __device__ bool last() const { return word_ & kLast; }
-  __device__ bool end() const { return word_ & kEnd; }
-  __device__ bool whole() const { return (word_ & kAllKeys) == (kBlock | kBlock << 7 | kBlock << 14); }
-  __device__ bool any() const { return word_ & kAllKeys; }
-  __device__ void clear() { word_ = 0; }
+  __device__ int keys() const { return word_ & 0xffff; }
+  __device__ bool first() const { return word_ >> 16 & 1; }
+  __device__ bool last() const { return word_ >> 17 & 1; }
+  __device__ bool end() const { return word_ >> 18; }
 
  private:
-  static constexpr int kAllKeys = (1 << 21) - 1, kFirst = 1 << 21, kLast = 1 << 22, kEnd = 1 << 23;
   int word_;
 };
 
@@ -92,7 +83,7 @@ struct Item {
 
 template <int kHeadDim>
 struct Shared {
-  static constexpr int kSlots = kHeadDim == 128 ? 4 : 8;
+  static constexpr int kSlots = kHeadDim == 128 ? 6 : 12;
   static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
   static constexpr int kQueryBlockBytes = kConsumerRows * 128;
   static constexpr int kKeyBlockBytes = kKeys * 128;
@@ -135,9 +126,9 @@ class Producer {
 
  private:
   struct Keys {
-    int head = -1;        // -1: none yet
-    int tokens[kBlocks];  // of the first row of each block, over batches
-    Step step;
+    int head;   // -1: none yet
+    int token;  // of the first of 128 rows, over batches
+    int count;  // valid rows; 0: nothing to load
   };
 
   // The first CTA's ticket, in every CTA. A mail is not overwritten before it is read: the ring of K and V, which
@@ -169,36 +160,21 @@ class Producer {
     const int batch = batch_head / heads, head = batch_head % heads;
     const int tile = row_block / halves;
     const int size = args_.pairs.query_sizes[batch * shape.query_tiles + tile];
-    const Item item{batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)};
+    load_query({batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)});
 
-    Keys keys;
-    keys.head = head / static_cast<int>(shape.groups());
-    keys.step.clear();
-    KeyTiles tiles;
-    if (size > 0) tiles = KeyTiles(shape, args_.pairs, batch, head, tile);
-    int token = 0, left = 0;  // rows of the tile at hand that no step has yet
-    const auto refill = [&] {
-      if (left > 0 || tiles.tile() == KeyTiles::kNone) return;
-      token = (batch * static_cast<int>(shape.key_tiles) + tiles.tile()) * static_cast<int>(shape.tile_size);
-      left = tiles.size();
-      tiles.next();
-    };
-    refill();
-    bool first = true;
-    do {
-      keys.step.clear();
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (left <= 0) continue;
-        keys.tokens[i] = token;
-        keys.step.set_keys(i, min(left, kBlock));
-        token += kBlock;
-        left -= kBlock;
-        refill();
+    const int kv_head = head / static_cast<int>(shape.groups());
+    KeyTiles keys;
+    if (size > 0) keys = KeyTiles(shape, args_.pairs, batch, head, tile);
+    if (keys.tile() == KeyTiles::kNone) step({kv_head, 0, 0}, true, true);
+    for (bool first = true; keys.tile() != KeyTiles::kNone;) {
+      int token = (batch * static_cast<int>(shape.key_tiles) + keys.tile()) * static_cast<int>(shape.tile_size);
+      int left = keys.size();
+      keys.next();
+      for (; left > 0; left -= kKeys, token += kKeys) {
+        step({kv_head, token, min(left, kKeys)}, first, left <= kKeys && keys.tile() == KeyTiles::kNone);
+        first = false;
       }
-      step(keys, item, first, left <= 0);
-      first = false;
-    } while (left > 0);
+    }
   }
 
   __device__ void load_query(const Item& item) {
@@ -218,15 +194,12 @@ class Producer {
     ++items_;
   }
 
-  // K of this step, then V of the step before: the order in which consumers use them. Q comes last: its place is free
-  // only when the last step of the item before has its logits.
-  __device__ void step(Keys& keys, const Item& item, bool first, bool last) {
-    keys.step.mark(first, last);
+  // K of this step, then V of the step before: the order in which consumers use them.
+  __device__ void step(const Keys& keys, bool first, bool last) {
     acquire();
-    if (lane_ == 0) smem_.steps[slot_.at] = keys.step;
+    if (lane_ == 0) smem_.steps[slot_.at] = Step(keys.count, first, last);
     load(key_, keys);
     if (previous_.head >= 0) load_value();
-    if (first) load_query(item);
     previous_ = keys;
   }
 
@@ -235,27 +208,24 @@ class Producer {
     load(value_, previous_);
   }
 
-  __device__ void acquire() { mbarrier_wait(shared_address(&smem_.empty[slot_.at]), slot_.parity ^ 1); }
+  __device__ void acquire() {
+    mbarrier_wait(shared_address(&smem_.empty[slot_.at]), slot_.parity ^ 1);
+  }
 
-  // Each CTA loads its share of the rows of a block, for all.
+  // Each CTA loads its share of the rows, for all.
   __device__ void load(const CUtensorMap* map, const Keys& keys) {
     if (lane_ == 0) {
       const uint32_t full = shared_address(&smem_.full[slot_.at]);
-      int blocks = 0;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) blocks += keys.step.keys(i) > 0;
-      if (blocks == 0) mbarrier_arrive(full);
-      else mbarrier_arrive_expect_tx(full, blocks * kBlock * Smem::kColumnBlocks * 128);
-      constexpr int kShare = kBlock / kCluster;
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        if (keys.step.keys(i) == 0) continue;
-        const int token = keys.tokens[i] + rank_ * kShare;
-#pragma unroll
-        for (int column = 0; column < Smem::kColumnBlocks; ++column) {
-          const uint32_t to = shared_address(smem_.slots[slot_.at][column]) + (i * kBlock + rank_ * kShare) * 128;
-          if (kCluster == 1) tma_load(to, map, full, column * kSwizzleColumns, keys.head, token);
-          else tma_load_multicast(to, map, full, column * kSwizzleColumns, keys.head, token, (1 << kCluster) - 1);
+      if (keys.count == 0) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_arrive_expect_tx(full, sizeof(smem_.slots[0]));
+        constexpr int kShare = kKeys / kCluster;
+        const int token = keys.token + rank_ * kShare;
+        for (int block = 0; block < Smem::kColumnBlocks; ++block) {
+          const uint32_t to = shared_address(smem_.slots[slot_.at][block]) + rank_ * kShare * 128;
+          if (kCluster == 1) tma_load(to, map, full, block * kSwizzleColumns, keys.head, token);
+          else tma_load_multicast(to, map, full, block * kSwizzleColumns, keys.head, token, (1 << kCluster) - 1);
         }
       }
     }
@@ -270,7 +240,7 @@ class Producer {
   Cursor<Smem::kSlots> slot_;
   uint32_t items_ = 0;  // whose Q was asked for
   Cursor<kMails> mail_;
-  Keys previous_;
+  Keys previous_{-1, 0, 0};
 };
 
 template <class T, int kHeadDim, int kCluster>
@@ -282,12 +252,11 @@ class Consumer {
 
   __device__ void run() {
     if (index_ == 1) named_barrier_arrive(kTurn, kTurnThreads);  // consumer 0 begins
-    wait_full(slot_);
+    mbarrier_wait(full(slot_), slot_.parity);
     step_ = smem_.steps[slot_.at];
     if (step_.end()) return;
-    wait_query();
+    take_query();
     take_turn();
-    pin(logits_);
     wgmma_fence();
     multiply_query_key(slot_.at);
     give_turn();
@@ -295,9 +264,8 @@ class Consumer {
     pin(logits_);
     value_slot_ = slot_.at;  // of K, to be released as if it were the step before
     slot_.advance();
-    if (step_.last()) free_query();
     rows_.reset();
-    make_weights();
+    rows_.update(logits_, step_.keys(), args_.scale_log2);
     look_ahead();
     while (advance()) {
     }
@@ -310,17 +278,17 @@ class Consumer {
   __device__ void take_turn() { named_barrier_sync(kTurn + index_, kTurnThreads); }
   __device__ void give_turn() { named_barrier_arrive(kTurn + 1 - index_, kTurnThreads); }
 
-  __device__ void wait_full(const Cursor<Smem::kSlots>& slot) {
-    mbarrier_wait(shared_address(&smem_.full[slot.at]), slot.parity);
-  }
+  __device__ uint32_t full(const Cursor<Smem::kSlots>& slot) const { return shared_address(&smem_.full[slot.at]); }
 
-  // Waits for K of the step after step_; V of step_, which comes after it in the ring, is waited for when it is used.
+  // Waits for K of the step after step_, and for V of step_.
   __device__ void look_ahead() {
-    wait_full(slot_);
-    key_slot_ = slot_.at;
-    next_ = smem_.steps[key_slot_];
+    const Cursor<Smem::kSlots> key_slot = slot_;
     slot_.advance();
-    next_value_ = slot_;
+    mbarrier_wait_both(full(key_slot), key_slot.parity, full(slot_), slot_.parity);
+    key_slot_ = key_slot.at;
+    next_ = smem_.steps[key_slot_];
+    next_value_slot_ = slot_.at;
+    if (step_.keys() < kKeys) clear_value(step_.keys());
     slot_.advance();
   }
 
@@ -330,13 +298,12 @@ class Consumer {
     wgmma_wait<0>();  // of the step before
     pin(out_);
     release(value_slot_);
-    value_slot_ = next_value_.at;
+    value_slot_ = next_value_slot_;
     if (!step_.first()) rows_.rescale(out_);
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
     const Step step = step_;
     if (next_.end()) {
-      wait_value();
       take_turn();
       pin(out_);
       wgmma_fence();
@@ -344,18 +311,16 @@ class Consumer {
       if (index_ == 0) give_turn();
       wgmma_wait<0>();
       pin(out_);
-      store(step.any());
+      store(step.keys() > 0);
       return false;
     }
-    if (next_.first()) wait_query();
+    if (next_.first()) take_query();
 
     take_turn();
     pin(logits_);
     pin(out_);
     wgmma_fence();
     multiply_query_key(key_slot_);
-    wait_value();
-    wgmma_fence();
     multiply_weights_value(step.first());
     give_turn();
     const int key_slot = key_slot_;
@@ -364,47 +329,35 @@ class Consumer {
     wgmma_wait<1>();
     pin(logits_);
     release(key_slot);
-    if (step_.last()) free_query();
     if (step.last()) {
       wgmma_wait<0>();
       pin(out_);
-      store(step.any());
+      store(step.keys() > 0);
       rows_.reset();
     }
-    make_weights();
+    rows_.update(logits_, step_.keys(), args_.scale_log2);
     return true;
   }
 
-  __device__ __forceinline__ void make_weights() {
-    if (!step_.whole()) {
-      mask_columns<0>(logits_, step_.keys(0));
-      mask_columns<kBlock>(logits_, step_.keys(1));
-      mask_columns<2 * kBlock>(logits_, step_.keys(2));
+  // The next item's Q, into registers.
+  __device__ void take_query() {
+    mbarrier_wait(shared_address(&smem_.q_full), items_taken_ & 1);
+    ++items_taken_;
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     }
-    rows_.update(logits_, args_.scale_log2);
-  }
-
-  __device__ void wait_query() {
-    mbarrier_wait(shared_address(&smem_.q_full), items_begun_ & 1);
-    ++items_begun_;
-  }
-
-  __device__ void free_query() {
+    fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
+    __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty));
   }
 
-  // V of step_ is there, and its rows that are no keys are 0, since 0 * NaN is NaN. Both consumers write the zeros.
-  __device__ void wait_value() {
-    wait_full(next_value_);
-    if (step_.whole()) return;
+  // Makes the rows past `keys` of the V at slot_ 0, since 0 * NaN is NaN. Both consumers write the zeros.
+  __device__ void clear_value(int keys) {
     const int thread = threadIdx.x % kWarpgroup;
-    for (int column = 0; column < Smem::kColumnBlocks; ++column) {
-      uint8_t* rows = smem_.slots[next_value_.at][column];
-#pragma unroll 1
-      for (int block = 0; block < kBlocks; ++block) {
-        for (int row = step_.keys(block) + thread / 8; row < kBlock; row += kWarpgroup / 8) {
-          *reinterpret_cast<int4*>(rows + (block * kBlock + row) * 128 + thread % 8 * 16) = int4{};
-        }
+    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
+      for (int row = keys + thread / 8; row < kKeys; row += kWarpgroup / 8) {
+        *reinterpret_cast<int4*>(&smem_.slots[slot_.at][block][row * 128 + thread % 8 * 16]) = int4{};
       }
     }
     fence_proxy_async();
@@ -423,11 +376,10 @@ class Consumer {
   }
 
   __device__ void multiply_query_key(int slot) {
-    const KMajor<Smem::kQueryBlockBytes> query(smem_.query[index_]);
     const KMajor<Smem::kKeyBlockBytes> key(smem_.slots[slot]);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
-      wgmma<T, Major::kK, Major::kK>(logits_, query.step(k), key.step(k), k > 0);
+      wgmma<T, Major::kK>(logits_, query_ + 4 * k, key.step(k), k > 0);
     }
     wgmma_commit();
   }
@@ -464,15 +416,14 @@ class Consumer {
   const Arguments& args_;
   const int index_;
   Cursor<Smem::kSlots> slot_;
-  uint32_t items_begun_ = 0, items_stored_ = 0;
+  uint32_t items_taken_ = 0, items_stored_ = 0;
   Step step_, next_;
   int key_slot_;                      // K of next_
-  int value_slot_;                    // V of the step whose product may be running
-  Cursor<Smem::kSlots> next_value_;   // V of step_
+  int value_slot_, next_value_slot_;  // V of the step whose product may be running, and of step_
   RowStatistics rows_;
   float logits_[kKeys / 2];
   float out_[kHeadDim / 2];
-  uint32_t weights_[kKeys / 4];
+  uint32_t query_[kHeadDim / 4], weights_[kKeys / 4];
 };
 
 template <class T, int kHeadDim, int kCluster>
@@ -496,10 +447,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   else cluster_sync();
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
   if (warpgroup == 0) {
-    setmaxnreg_dec<24>();
+    setmaxnreg_dec<40>();
     if (threadIdx.x < 32) Producer<T, kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
   } else {
-    setmaxnreg_inc<240>();
+    setmaxnreg_inc<232>();
     Consumer<T, kHeadDim, kCluster>(smem, args, warpgroup - 1).run();
   }
   if (kCluster > 1) cluster_sync();  // nobody leaves while others may write to it
@@ -513,8 +464,8 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
     return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, box);
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows);
-  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kBlock / kCluster);
-  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kBlock / kCluster);
+  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster);
+  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster);
   if (!error.empty()) return error;
   const Arguments args{shape,
                        params.pairs,

@@ -265,8 +265,7 @@ class Consumer {
     wgmma_wait<0>();
     pin(logits);
 
-    if (keys < kTile) mask_columns<0>(logits, keys);
-    rows_.update(logits, args_.scale_log2);
+    rows_.update(logits, keys, args_.scale_log2);
     uint32_t weights[kTile / 4];
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i] = pack<T>(logits[2 * i], logits[2 * i + 1]);
