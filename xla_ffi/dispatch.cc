@@ -30,7 +30,10 @@ std::string WhyNot(const Shape& shape) {
   int device, major;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // it has been said: the next launch is not to blame
+    return cudaGetErrorString(error);
+  }
   if (major != 9) return "device: got compute capability " + std::to_string(major) + ".x, want 9.0";
   return "";
 }

@@ -62,7 +62,8 @@ struct BackwardParams {
   const void* value;  // [B, Jk*M, K, H]
   const void* lse;    // [B, N, Jq*M]
   const void* d_out;  // [B, Jq*M, N, H]; may hold anything where lse is -inf
-  const void* delta;  // [B, N, Jq*M], sum(out * d_out) - d_lse; d_logits = p * (d_out . value - delta)
+  const void* delta;  // [B, N, Jq*M], sum(out * d_out) - d_lse, 0 where lse is -inf;
+                      // d_logits = p * (d_out . value - delta)
   void* d_query;      // [B, Jq*M, N, H]; gradients are 0 in padded rows
   void* d_key;        // [B, Jk*M, K, H]
   void* d_value;      // [B, Jk*M, K, H]

@@ -9,24 +9,30 @@
 namespace vsa {
 namespace {
 
-ffi::Error Finish(const std::string& problem) {
+// Runs a kernel; for an empty batch something else, since a traced call must leave something in its graph.
+template <typename Params>
+ffi::Error Run(const ffi::ErrorOr<Params>& params, std::string (*kernel)(const Params&, cudaStream_t),
+               cudaStream_t stream) {
+  if (!params) return params.error();
+  if (params->shape.batch == 0) {
+    return cudaMemsetAsync(params->workspace, 0, 1, stream) == cudaSuccess
+               ? ffi::Error::Success()
+               : ffi::Error::Internal("vsa: an empty batch could not clear its workspace");
+  }
+  const std::string problem = kernel(*params, stream);
   return problem.empty() ? ffi::Error::Success() : ffi::Error::Internal("vsa: " + problem);
 }
 
 ffi::Error Forward(cudaStream_t stream, double scale, int64_t num_prefix_tiles, int64_t num_dense_rows,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const auto params =
-      ForwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets}, cuda::ForwardWorkspace);
-  if (!params) return params.error();
-  return params->shape.batch == 0 ? ffi::Error::Success() : Finish(cuda::Forward(*params, stream));
+  const Attributes attributes{scale, num_prefix_tiles, num_dense_rows};
+  return Run(ForwardArguments(attributes, {args, rets}, cuda::ForwardWorkspace), cuda::Forward, stream);
 }
 
 ffi::Error Backward(cudaStream_t stream, double scale, int64_t num_prefix_tiles, int64_t num_dense_rows,
                     ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  const auto params =
-      BackwardArguments({scale, num_prefix_tiles, num_dense_rows}, {args, rets}, cuda::BackwardWorkspace);
-  if (!params) return params.error();
-  return params->shape.batch == 0 ? ffi::Error::Success() : Finish(cuda::Backward(*params, stream));
+  const Attributes attributes{scale, num_prefix_tiles, num_dense_rows};
+  return Run(BackwardArguments(attributes, {args, rets}, cuda::BackwardWorkspace), cuda::Backward, stream);
 }
 
 }  // namespace

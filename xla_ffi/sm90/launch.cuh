@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 
 namespace vsa::sm90 {
@@ -11,13 +12,15 @@ namespace vsa::sm90 {
 constexpr double kLog2E = 1.4426950408889634;
 
 inline std::string Said(cudaError_t error) {
-  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();  // it has been said: the next launch is not to blame
+  return cudaGetErrorString(error);
 }
 
-// Zeroes the ticket, then launches min(items, SMs / cluster) clusters. Safe under stream capture.
+// Zeroes `counters` ints at `tickets`, then launches min(items, SMs / cluster) clusters. Safe under stream capture.
 template <class... Parameters, class... Arguments>
 std::string LaunchPersistent(void (*kernel)(Parameters...), int cluster, int threads, size_t shared_bytes, int items,
-                             int* ticket, cudaStream_t stream, const Arguments&... arguments) {
+                             int* tickets, int64_t counters, cudaStream_t stream, const Arguments&... arguments) {
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -27,7 +30,7 @@ std::string LaunchPersistent(void (*kernel)(Parameters...), int cluster, int thr
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
   }
-  if (error == cudaSuccess) error = cudaMemsetAsync(ticket, 0, sizeof(int), stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(tickets, 0, counters * sizeof(int), stream);
   if (error == cudaSuccess) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -74,10 +74,6 @@ __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t firs
 
 // TMA. Coordinates: (head dim, head, token over batches), as tensor_map.h lays the maps out.
 
-__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                          int dim, int head, int token) {
   asm volatile(
@@ -94,13 +90,13 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
                : "memory");
 }
 
-// The same, and back, for bytes that are used once: they leave the L2 first.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
+// The same, and back, for bytes that are used once: they leave the L2 first.
 __device__ __forceinline__ void bulk_load_once(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
@@ -109,17 +105,9 @@ __device__ __forceinline__ void bulk_load_once(uint32_t to, const void* from, ui
       : "memory");
 }
 
-
 __device__ __forceinline__ void bulk_store_once(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),
                "r"(bytes), "l"(evict_first())
-               : "memory");
-}
-
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int dim, int head,
-                                          int token) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(from), "r"(dim), "r"(head), "r"(token)
                : "memory");
 }
 

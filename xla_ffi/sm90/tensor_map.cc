@@ -23,7 +23,7 @@ Encode FindEncode() {
 
 std::string EncodeTokens(CUtensorMap* map, DType dtype, const void* x, int64_t tokens, int64_t heads,
                          int64_t head_dim, int box_tokens) {
-  static const Encode encode = FindEncode();
+  const Encode encode = FindEncode();
   if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled; it needs driver 525 or newer";
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(tokens)};

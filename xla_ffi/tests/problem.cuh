@@ -40,10 +40,15 @@ class Options {
       given_[word.substr(0, at)] = word.substr(at + 1);
     }
   }
-  ~Options() {
+  // Whether everything given was asked for; says what was not.
+  bool all_asked() const {
+    bool all = true;
     for (const auto& [name, value] : given_) {
-      if (!asked_.count(name)) std::printf("FAILED argument %s=%s: nothing asks for it\n", name.c_str(), value.c_str());
+      if (asked_.count(name)) continue;
+      std::printf("FAILED argument %s=%s: nothing asks for it\n", name.c_str(), value.c_str());
+      all = false;
     }
+    return all;
   }
   std::string text(const std::string& name, const std::string& fallback) {
     asked_.insert(name);

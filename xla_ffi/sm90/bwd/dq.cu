@@ -24,7 +24,7 @@
 // Measured (as in dkdv.cu): tiles of 128 3.66 ms, 594 TFLOP/s.
 #include "../launch.cuh"
 #include "../lists.cuh"
-#include "../tensor_map.h"
+#include "maps.cuh"
 #include "parts.h"
 #include "pipeline.cuh"
 
@@ -40,10 +40,6 @@ struct Arguments {
   void* d_query;
   int* tickets;
   int items;
-};
-
-struct Maps {
-  CUtensorMap query, d_out, key, value;
 };
 
 template <int kHeadDim, int kStreams>
@@ -236,13 +232,7 @@ template <class T, int kHeadDim, int kStreams>
 std::string Launch(const BackwardParams& params, int* ticket, cudaStream_t stream) {
   const Shape& shape = params.shape;
   Maps maps;
-  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kBlockRows);
-  };
-  std::string error = encode(&maps.query, params.query, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps.d_out, params.d_out, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps.key, params.key, shape.key_length(), shape.kv_heads);
-  if (error.empty()) error = encode(&maps.value, params.value, shape.key_length(), shape.kv_heads);
+  const std::string error = Encode(params, &maps);
   if (!error.empty()) return error;
   using Smem = Memory<kHeadDim, kStreams>;
   const Arguments args{shape,
@@ -254,7 +244,7 @@ std::string Launch(const BackwardParams& params, int* ticket, cudaStream_t strea
                        params.d_query,
                        ticket,
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / Smem::kItemRows))};
-  return LaunchPersistent(query_gradients<T, kHeadDim, kStreams>, 1, kThreads, sizeof(Smem), args.items, ticket, stream,
+  return LaunchPersistent(query_gradients<T, kHeadDim, kStreams>, 1, kThreads, sizeof(Smem), args.items, ticket, 1, stream,
                           args, maps);
 }
 

@@ -88,11 +88,12 @@ class Loader {
   // returns whether the ticket stood for an item.
   template <class DoItem>
   __device__ void run(int* tickets, int items, DoItem item) {
-    for (int ticket = blockIdx.x * Smem::kStreams + stream_; ticket < items;) {
-      int next = 0;
-      if (lane_ == 0) next = gridDim.x * Smem::kStreams + atomicAdd(tickets, 1);
+    // Drawn, the first too: none may belong to a CTA that does not run yet, for spill.cu waits for earlier tickets.
+    const auto draw = [&] { return lane_ == 0 ? atomicAdd(tickets, 1) : 0; };
+    for (int ticket = uniform(draw()); ticket < items;) {
+      const int next = draw();
       if (item(ticket)) mark(kItemEnds);
-      ticket = __shfl_sync(kWholeWarp, next, 0);
+      ticket = uniform(next);
     }
     mark(kWorkEnds);
   }
@@ -243,7 +244,6 @@ class Reader {
   __device__ int first_row() const { return row_block() * kBlockRows; }
 
   __device__ void sync() { named_barrier_sync(1 + consumer_, kWarpgroup); }
-  __device__ static bool leads() { return threadIdx.x % kWarpgroup == 0; }
 
  private:
   Smem& smem_;

@@ -40,8 +40,8 @@
 
 #include "../launch.cuh"
 #include "../lists.cuh"
-#include "../tensor_map.h"
 #include "keys.cuh"
+#include "maps.cuh"
 #include "parts.h"
 #include "pipeline.cuh"
 #include "query_tiles.cuh"
@@ -97,10 +97,6 @@ struct Arguments {
   int pairs_of_head;
   int* tickets;
   int* done;  // [2, B * K]: consumers that are done with key items, with query items
-};
-
-struct Maps {
-  CUtensorMap query, d_out, key, value;
 };
 
 template <int kStreams>
@@ -399,13 +395,7 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, v
                    cudaStream_t stream) {
   const Shape& shape = params.shape;
   Maps maps;
-  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kBlockRows);
-  };
-  std::string error = encode(&maps.query, params.query, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps.d_out, params.d_out, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps.key, params.key, shape.key_length(), shape.kv_heads);
-  if (error.empty()) error = encode(&maps.value, params.value, shape.key_length(), shape.kv_heads);
+  const std::string error = Encode(params, &maps);
   if (!error.empty()) return error;
   const Schedule schedule = ScheduleOf(shape);
   const Arguments args{shape,
@@ -423,10 +413,8 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, v
                        static_cast<int>(PairsOfHead(shape)),
                        counters,
                        counters + 1};
-  const cudaError_t zeroed = cudaMemsetAsync(counters, 0, SpillCounters(shape) * sizeof(int), stream);
-  if (zeroed != cudaSuccess) return Said(zeroed);
-  return LaunchPersistent(all_gradients<T, kStreams>, 1, kThreads, sizeof(Memory<kStreams>),
-                          schedule.tickets, counters, stream, args, maps);
+  return LaunchPersistent(all_gradients<T, kStreams>, 1, kThreads, sizeof(Memory<kStreams>), schedule.tickets, counters,
+                          SpillCounters(shape), stream, args, maps);
 }
 
 template <class T>
@@ -439,7 +427,7 @@ std::string LaunchFor(const BackwardParams& params, const Transposed& transposed
 }  // namespace
 
 int64_t SpillBytes(const Shape& shape) {
-  if (shape.head_dim != kHeadDim) return 0;
+  if (shape.head_dim != kHeadDim || shape.tile_size % kBlockRows != 0) return 0;
   return ScheduleOf(shape).buffers * shape.groups() * PairsOfHead(shape) * shape.tile_size *
          shape.tile_size * 2;
 }

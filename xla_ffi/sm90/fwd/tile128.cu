@@ -431,6 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
             const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value) {
   using Smem = Shared<kHeadDim>;
+  static_assert(sizeof(Smem) <= 227 * 1024);
   extern __shared__ __align__(1024) uint8_t memory[];
   Smem& smem = *reinterpret_cast<Smem*>(memory);
   if (threadIdx.x == 0) {
@@ -475,7 +476,7 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
                        static_cast<int*>(params.workspace),
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows / kCluster))};
   return LaunchPersistent(forward<T, kHeadDim, kCluster>, kCluster, kThreads, sizeof(Shared<kHeadDim>), args.items,
-                          args.ticket, stream, args, query, key, value);
+                          args.ticket, 1, stream, args, query, key, value);
 }
 
 template <class T, int kHeadDim>

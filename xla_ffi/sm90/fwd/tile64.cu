@@ -331,6 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
             const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value) {
   using Smem = Shared<kHeadDim>;
+  static_assert(sizeof(Smem) <= 227 * 1024);
   extern __shared__ __align__(1024) uint8_t memory[];
   Smem& smem = *reinterpret_cast<Smem*>(memory);
   if (threadIdx.x == 0) {
@@ -376,7 +377,7 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
                        static_cast<float*>(params.lse),
                        static_cast<int*>(params.workspace),
                        static_cast<int>(items)};
-  return LaunchPersistent(forward<T, kHeadDim>, 1, kThreads, sizeof(Shared<kHeadDim>), args.items, args.ticket, stream,
+  return LaunchPersistent(forward<T, kHeadDim>, 1, kThreads, sizeof(Shared<kHeadDim>), args.items, args.ticket, 1, stream,
                           args, query, key, value);
 }
 
