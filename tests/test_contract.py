@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import needs_kernels
 
+from vsa_jax import TileSelection, block_sparse_attention
 from vsa_jax.testing import (
   CASES,
   Case,
@@ -158,3 +159,57 @@ def test_what_an_implementation_returns_is_checked():
     run(inputs, Wrong())
   with pytest.raises(ValueError, match=r"got the class Wrong, want an object: Wrong\(\)"):
     run(inputs, Wrong)
+
+
+@pytest.mark.parametrize("implementation", EXACT)
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e8])
+def test_gradients_at_large_logits(implementation, scale):
+  """The backward makes its logits as the forward did: the LSE fits no others."""
+  inputs = make_inputs(Case("plain", 3, 4, width=2, counts="full"), 16, 16, jnp.float32)
+  got, want = run(inputs, implementation, scale=scale), run_reference(inputs, scale=scale)
+  for name, a, b in zip(Results._fields, got, want, strict=True):
+    assert np.abs(np.asarray(a) - b).max() <= 5e-5 * np.abs(b).max(), name
+
+
+@pytest.mark.parametrize("implementation", ["reference", *EXACT])
+@pytest.mark.parametrize(
+  ("ids", "counts", "keeps"),
+  [(2**32 + 1, 1, False), (1, 2**32, True), (1, 2**31, True), (1, -(2**32) + 1, False)],
+)
+def test_wide_traced_tables_do_not_wrap(implementation, ids, counts, keeps):
+  with jax.enable_x64(True):
+    x = jnp.ones((1, 8, 1, 4), jnp.float32)
+    table = np.full((1, 1, 2, 1), ids, np.int64), np.full((1, 1, 2), counts, np.int64)
+
+    @jax.jit
+    def lse(ids, counts):
+      return block_sparse_attention(
+        x, x, x, TileSelection(ids, counts), implementation=implementation, return_lse=True
+      )[1]
+
+    assert (np.asarray(lse(*table)) > -np.inf).all() == keeps
+
+
+@pytest.mark.parametrize("implementation", ["reference", *EXACT])
+def test_narrow_traced_sizes(implementation):
+  x = jnp.ones((1, 400, 1, 4), jnp.float32)
+  selection = TileSelection(np.array([[[[0], [1]]]], np.int32), np.ones((1, 1, 2), np.int32))
+
+  @jax.jit
+  def lse(sizes):
+    return block_sparse_attention(
+      x, x, x, selection, tile_sizes=sizes, implementation=implementation, return_lse=True
+    )[1]
+
+  np.testing.assert_array_equal(
+    lse(np.array([100, 50], np.int8)), lse(np.array([100, 50], np.int32))
+  )
+
+
+@pytest.mark.parametrize("implementation", ["reference", *EXACT])
+def test_second_derivative_of_a_row_without_keys(implementation):
+  x = jnp.ones((1, 4, 1, 2), jnp.float32)
+  selection = TileSelection(np.zeros((1, 1, 2, 1), np.int32), np.array([[[1, 0]]], np.int32))
+  attend = lambda q: block_sparse_attention(q, x, x, selection, implementation=implementation)
+  first = jax.grad(lambda q: (attend(q) ** 2).sum())
+  assert np.isfinite(jax.grad(lambda q: (first(q) ** 2).sum())(x)).all()

@@ -115,7 +115,8 @@ def tile_sizes_of(name: str, sizes: Any, batch: int, tiles: int, most: Any) -> j
         f"{name}{list(at)}: got {known[at]}, want 0..{limits[at]}: how many leading slots of the tile are valid"
       )
   elif most is not None:
-    sizes = jnp.clip(sizes, 0, limit)
+    wide = jnp.promote_types(sizes.dtype, jnp.int32)  # or the limit might not fit
+    sizes = jnp.clip(sizes.astype(wide), 0, limit)
   return jnp.broadcast_to(jnp.asarray(sizes, jnp.int32), (batch, tiles))
 
 

@@ -28,7 +28,9 @@ from vsa_jax.sharding import vary_over, varying_axes
 _import_error = ""
 try:
   import _vsa_jax_ffi as _compiled
-except ImportError as error:
+
+  _compiled.build_facts  # noqa: B018 - a folder of that name would be a module without it
+except (ImportError, AttributeError) as error:
   _compiled = None
   _import_error = f" ({error})"
 
@@ -256,8 +258,12 @@ def _numbers(version: str) -> list[int]:
 
 
 def _tables(selection: TileSelection, sizes: Sizes) -> tuple[jax.Array, ...]:
-  tables = (selection.indices, selection.counts, sizes.query, sizes.key)
-  return tuple(x.astype(jnp.int32) for x in tables)
+  ids, counts = selection.indices, selection.counts
+  if ids.dtype != jnp.int32:  # what is out of range must not wrap into it
+    ids = jnp.where(selection.keeps(), ids, selection.num_key_tiles)
+  if counts.dtype != jnp.int32:
+    counts = jnp.clip(counts, 0, selection.width)
+  return tuple(x.astype(jnp.int32) for x in (ids, counts, sizes.query, sizes.key))
 
 
 def _attributes(selection: TileSelection, scale: float) -> dict[str, Any]:

@@ -124,10 +124,9 @@ def _softmax(q, kept, scale, precision):
   top = jnp.where((bias > -jnp.inf).any(-1)[:, :, None, None], top, 0)
   weights = jnp.exp2(logits - top)
   total = weights.sum(-1, keepdims=True)
-  out = _dot("bnqk,bnkh->bnqh", weights.astype(v.dtype), v, precision) / jnp.where(
-    total == 0, 1, total
-  )
-  return out, top + jnp.log2(total)
+  some = jnp.where(total == 0, 1, total)  # also for the derivatives of what follows
+  out = _dot("bnqk,bnkh->bnqh", weights.astype(v.dtype), v, precision) / some
+  return out, jnp.where(total == 0, -jnp.inf, top + jnp.log2(some))
 
 
 def _softmax_vjp(row, kept, scale, precision):

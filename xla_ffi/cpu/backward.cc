@@ -147,6 +147,7 @@ void QueryBlock(const void* context, int64_t index, void* memory) {
   const auto d_query =
       Rows<T>::Of(params.d_query, batch, shape.query_length(), head, shape.heads, head_dim);
   const Scratch<A> scratch(memory, head_dim);
+  const A scale = static_cast<A>(params.scale * kLog2E);
 
   bool has_keys[kBlock], any = false;
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -158,7 +159,7 @@ void QueryBlock(const void* context, int64_t index, void* memory) {
   }
   if (!any) return Unpack(scratch.sums[0], scratch.factors, has_keys, first, count, d_query);
 
-  Pack(operands.query, first, count, has_keys, static_cast<A>(params.scale * kLog2E), scratch.stationary[0]);
+  Pack(operands.query, first, count, has_keys, A{1}, scratch.stationary[0]);
   Pack(operands.d_out, first, count, has_keys, A{1}, scratch.stationary[1]);
   scratch.Clear(scratch.sums[0], count, head_dim);
   TokenWalk walk(KeysOf(shape, params.pairs, batch, head, tile), params.pairs.key_sizes + batch * shape.key_tiles,
@@ -171,6 +172,7 @@ void QueryBlock(const void* context, int64_t index, void* memory) {
       const int64_t offset = panel * head_dim * kLanes;
       Multiply<false>(keys, head_dim, scratch.streamed[0], head_dim, 1, scratch.stationary[0] + offset,
                       scratch.weights);
+      Scale(keys * kLanes, scale, scratch.weights);
       Multiply<false>(keys, head_dim, scratch.streamed[1], head_dim, 1, scratch.stationary[1] + offset,
                       scratch.d_weights);
       for (int64_t lane = 0; lane < kLanes; lane += kHalf) {
@@ -203,13 +205,14 @@ void KeyBlock(const void* context, int64_t index, void* memory) {
   const auto d_key = Rows<T>::Of(params.d_key, batch, shape.key_length(), kv_head, shape.kv_heads, head_dim);
   const auto d_value = Rows<T>::Of(params.d_value, batch, shape.key_length(), kv_head, shape.kv_heads, head_dim);
   const Scratch<A> scratch(memory, head_dim);
+  const A scale = static_cast<A>(params.scale * kLog2E);
 
   bool valid[kBlock];
   for (int64_t i = 0; i < count; ++i) valid[i] = block * kBlock + i < size;
   scratch.Clear(scratch.sums[0], count, head_dim);
   scratch.Clear(scratch.sums[1], count, head_dim);
   const Operands<T> of_group(params, batch, kv_head * shape.groups());
-  Pack(of_group.key, first, count, valid, static_cast<A>(params.scale * kLog2E), scratch.stationary[0]);
+  Pack(of_group.key, first, count, valid, A{1}, scratch.stationary[0]);
   Pack(of_group.value, first, count, valid, A{1}, scratch.stationary[1]);
   for (int64_t group = 0; group < shape.groups() && block * kBlock < size; ++group) {
     const int64_t head = kv_head * shape.groups() + group;
@@ -231,6 +234,7 @@ void KeyBlock(const void* context, int64_t index, void* memory) {
         const int64_t offset = panel * head_dim * kLanes;
         Multiply<false>(queries, head_dim, scratch.streamed[0], head_dim, 1, scratch.stationary[0] + offset,
                         scratch.weights);
+        Scale(queries * kLanes, scale, scratch.weights);
         Multiply<false>(queries, head_dim, scratch.streamed[1], head_dim, 1, scratch.stationary[1] + offset,
                         scratch.d_weights);
         for (int64_t at = 0; at < queries * kLanes; at += kHalf) {

@@ -16,7 +16,8 @@ struct Kernels {
 Kernels Choose() {
   // For tests and measurements: no better instructions than these.
   const char* limit = std::getenv("VSA_JAX_CPU_INSTRUCTIONS");
-  const std::string most = limit == nullptr ? "avx512" : limit;
+  const std::string asked = limit == nullptr ? "" : limit;
+  const std::string most = asked == "baseline" || asked == "avx2" ? asked : "avx512";
 #ifdef VSA_X86_KERNELS
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -5,7 +5,7 @@
 //
 //   task        one block of queries of (sample, head, query tile)
 //   step        up to 64 kept keys, of as many tiles as that takes; then for every panel of queries:
-//                 logits[key][query] = key . query          (Multiply over h; query holds scale * log2 e)
+//                 logits[key][query] = key . query          (Multiply over h; Scale by scale * log2 e)
 //                 online softmax, base 2, down the columns
 //                 sums[h][query] += value^T . weights       (Multiply over keys)
 //
@@ -100,7 +100,7 @@ void Block(const void* context, int64_t index, void* memory) {
   }
 
   const int64_t panels = DivideUp(count, kLanes);
-  Pack(query, first, count, valid, static_cast<A>(params.scale * kLog2E), scratch.query);
+  Pack(query, first, count, valid, A{1}, scratch.query);
   for (int64_t i = 0; i < panels * kLanes * head_dim; ++i) scratch.sums[i] = 0;
   for (int64_t i = 0; i < panels * kLanes; ++i) {
     scratch.top[i] = -kInfinity<A>;
@@ -113,6 +113,7 @@ void Block(const void* context, int64_t index, void* memory) {
       A* sums = scratch.sums + panel * head_dim * kLanes;
       Multiply<false>(keys, head_dim, scratch.key, head_dim, 1, scratch.query + panel * head_dim * kLanes,
                       scratch.weights);
+      Scale(keys * kLanes, static_cast<A>(params.scale * kLog2E), scratch.weights);
       Softmax(keys, head_dim, scratch.weights, sums, scratch.top + panel * kLanes, scratch.total + panel * kLanes);
       Multiply<true>(head_dim, keys, scratch.value, 1, head_dim, scratch.weights, sums);
     }

@@ -55,4 +55,11 @@ inline void Multiply(int64_t rows, int64_t depth, const A* a, int64_t row_stride
   }
 }
 
+// x *= factor. A loop of its own, so that no product is fused into the difference it goes into: weights are powers of
+// rounded logits less an LSE of rounded logits, and large ones fit no others.
+template <typename A>
+inline void Scale(int64_t count, A factor, A* x) {
+  for (int64_t at = 0; at < count; at += kVectorLanes<A>) Store(x + at, Load(x + at) * factor);
+}
+
 }  // namespace vsa::cpu::VSA_ISA
