@@ -110,6 +110,13 @@ struct Scratch {
   void Clear(A* panels, int64_t count, int64_t head_dim) const {
     for (int64_t i = 0; i < DivideUp(count, kPanelLanes<A>) * kPanelLanes<A> * head_dim; ++i) panels[i] = 0;
   }
+
+  // The logits, times `scale`, in `weights`, and d_out . value in `d_weights`: streamed rows by the panel at `offset`.
+  void MultiplyStreamed(int64_t rows, int64_t head_dim, int64_t offset, A scale) const {
+    Multiply<false>(rows, head_dim, streamed[0], head_dim, 1, stationary[0] + offset, weights);
+    Scale(rows * kPanelLanes<A>, scale, weights);
+    Multiply<false>(rows, head_dim, streamed[1], head_dim, 1, stationary[1] + offset, d_weights);
+  }
 };
 
 // The arrays of one (sample, head), and of its kv head.
@@ -170,11 +177,7 @@ void QueryBlock(const void* context, int64_t index, void* memory) {
     Gather(operands.value, tokens, keys, scratch.streamed[1]);
     for (int64_t panel = 0; panel < DivideUp(count, kLanes); ++panel) {
       const int64_t offset = panel * head_dim * kLanes;
-      Multiply<false>(keys, head_dim, scratch.streamed[0], head_dim, 1, scratch.stationary[0] + offset,
-                      scratch.weights);
-      Scale(keys * kLanes, scale, scratch.weights);
-      Multiply<false>(keys, head_dim, scratch.streamed[1], head_dim, 1, scratch.stationary[1] + offset,
-                      scratch.d_weights);
+      scratch.MultiplyStreamed(keys, head_dim, offset, scale);
       for (int64_t lane = 0; lane < kLanes; lane += kHalf) {
         const Vector<A> lse = Load(scratch.lse + panel * kLanes + lane);
         const Vector<A> delta = Load(scratch.delta + panel * kLanes + lane);
@@ -232,11 +235,7 @@ void KeyBlock(const void* context, int64_t index, void* memory) {
       Gather(operands.d_out, tokens, queries, scratch.streamed[1]);
       for (int64_t panel = 0; panel < DivideUp(count, kLanes); ++panel) {
         const int64_t offset = panel * head_dim * kLanes;
-        Multiply<false>(queries, head_dim, scratch.streamed[0], head_dim, 1, scratch.stationary[0] + offset,
-                        scratch.weights);
-        Scale(queries * kLanes, scale, scratch.weights);
-        Multiply<false>(queries, head_dim, scratch.streamed[1], head_dim, 1, scratch.stationary[1] + offset,
-                        scratch.d_weights);
+        scratch.MultiplyStreamed(queries, head_dim, offset, scale);
         for (int64_t at = 0; at < queries * kLanes; at += kHalf) {
           const int64_t row = at / kLanes;
           const Vector<A> weight = Exp2<A>(Load(scratch.weights + at) - scratch.lse[row]);

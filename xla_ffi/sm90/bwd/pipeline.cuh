@@ -220,18 +220,10 @@ class Reader {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.resident_empty[stream_]));
   }
 
-  // Rows past `valid` of a slot become 0, since 0 * NaN is NaN. Where consumers share a slot, both write the zeros.
+  // Rows past `valid` of a slot become 0.
   __device__ void clear_rows(int slot, int valid) {
     if (valid == kBlockRows) return;
-    const int thread = threadIdx.x % kWarpgroup;
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      uint8_t* rows = smem_.ring[stream_][slot] + block * kColumnBlockBytes;
-      for (int row = valid + thread / 8; row < kBlockRows; row += kWarpgroup / 8) {
-        *reinterpret_cast<int4*>(rows + row * 128 + thread % 8 * 16) = int4{};
-      }
-    }
-    fence_proxy_async();
-    sync();
+    sm90::clear_rows<Smem::kColumnBlocks, kBlockRows>(smem_.ring[stream_][slot], valid, barrier());
   }
 
   __device__ const uint8_t* operand(int slot) const { return smem_.ring[stream_][slot]; }
@@ -243,7 +235,8 @@ class Reader {
   __device__ int row_block() const { return Smem::kStreams == 1 ? consumer_ : 0; }
   __device__ int first_row() const { return row_block() * kBlockRows; }
 
-  __device__ void sync() { named_barrier_sync(1 + consumer_, kWarpgroup); }
+  __device__ int barrier() const { return 1 + consumer_; }
+  __device__ void sync() { named_barrier_sync(barrier(), kWarpgroup); }
 
  private:
   Smem& smem_;

@@ -288,7 +288,9 @@ class Consumer {
     key_slot_ = key_slot.at;
     next_ = smem_.steps[key_slot_];
     next_value_slot_ = slot_.at;
-    if (step_.keys() < kKeys) clear_value(step_.keys());
+    if (step_.keys() < kKeys) {
+      clear_rows<Smem::kColumnBlocks, kKeys>(smem_.slots[slot_.at][0], step_.keys(), kOwn + index_);
+    }
     slot_.advance();
   }
 
@@ -350,18 +352,6 @@ class Consumer {
     fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty));
-  }
-
-  // Makes the rows past `keys` of the V at slot_ 0, since 0 * NaN is NaN. Both consumers write the zeros.
-  __device__ void clear_value(int keys) {
-    const int thread = threadIdx.x % kWarpgroup;
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      for (int row = keys + thread / 8; row < kKeys; row += kWarpgroup / 8) {
-        *reinterpret_cast<int4*>(&smem_.slots[slot_.at][block][row * 128 + thread % 8 * 16]) = int4{};
-      }
-    }
-    fence_proxy_async();
-    named_barrier_sync(kOwn + index_, kWarpgroup);
   }
 
   __device__ void release(int slot) {

@@ -272,7 +272,7 @@ class Consumer {
     if (!first) rows_.rescale(out_);
 
     mbarrier_wait(shared_address(&smem_.value_full[stage_.at]), stage_.parity);
-    if (keys < kTile) clear_value(keys);
+    if (keys < kTile) clear_rows<Smem::kColumnBlocks, kTile>(smem_.stages[stage_.at].value[0], keys, kOwn + index_);
     const MNMajor<kBlockBytes> value(stage.value);
     pin(out_);
     wgmma_fence();
@@ -283,18 +283,6 @@ class Consumer {
     wgmma_commit();
     wgmma_wait<0>();
     pin(out_);
-  }
-
-  // Makes the rows of V past `keys` 0, since 0 * NaN is NaN. Everyone who keeps the tile writes the zeros.
-  __device__ void clear_value(int keys) {
-    const int thread = threadIdx.x % kWarpgroup;
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      for (int row = keys + thread / 8; row < kTile; row += kWarpgroup / 8) {
-        *reinterpret_cast<int4*>(&smem_.stages[stage_.at].value[block][row * 128 + thread % 8 * 16]) = int4{};
-      }
-    }
-    fence_proxy_async();
-    named_barrier_sync(kOwn + index_, kWarpgroup);
   }
 
   __device__ void store(bool any_keys) {
