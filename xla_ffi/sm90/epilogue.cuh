@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
 #include "softmax.cuh"
 #include "wgmma.cuh"
 
@@ -39,6 +40,36 @@ __device__ __forceinline__ void store_row(T* row, const float (&accumulators)[kC
     }
     transpose_in_quad(words);
     *reinterpret_cast<uint4*>(row + 2 * base + threadIdx.x % 4 * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// The same for both rows of every quad, by way of swizzled blocks [64 rows, 64 columns] in shared memory: each warp
+// leaves its 16 rows there, and its first lane has TMA store them at `token` of `head`. The stores are committed;
+// before those blocks are written again, tma_store_wait_read.
+template <class T, int kBlockBytes, int kCount>
+__device__ __forceinline__ void store_rows(const CUtensorMap* map, uint8_t* blocks, int head, int token,
+                                           const float (&accumulators)[kCount], const float (&factor)[2],
+                                           const bool (&valid)[2]) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x % 128 / 32 * 16;
+  const uint32_t to = shared_address(blocks), row = (warp_row + lane % 16) * 128;
+#pragma unroll
+  for (int chunk = 0; chunk < kCount / 4; chunk += 2) {  // of 8 columns
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = accumulators + (chunk + i / 2) * 4 + i % 2 * 2;
+      words[i] = valid[i % 2] ? pack<T>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]) : 0;
+    }
+    const int mine = chunk + lane / 16;
+    stmatrix(to + chunk / 8 * kBlockBytes + row + (mine % 8 ^ lane % 8) * 16, words[0], words[1], words[2], words[3]);
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+    for (int block = 0; block < kCount / 32; ++block) {
+      tma_store(map, to + block * kBlockBytes + warp_row * 128, block * kSwizzleColumns, head, token + warp_row);
+    }
+    tma_store_commit();
   }
 }
 

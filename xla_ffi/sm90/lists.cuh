@@ -73,4 +73,99 @@ class KeyTiles {
   int tile_ = kNone, size_ = 0;
 };
 
+// The union of the lists of kLists rows, walked by a warp: the smallest of the lists' next tiles comes next. On ascending
+// lists that is the union in order; on others each list is still walked in its order, with fewer steps in common.
+// Lane i < kLists has list i's place in registers, and all lanes hold the next 32 entries of every list. All methods
+// are for a whole warp, in step.
+template <int kLists>
+class MergedKeyTiles {
+ public:
+  // row: lane i's query tile, or -1 for a list without tiles.
+  __device__ MergedKeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int row) {
+    key_tiles_ = static_cast<int>(shape.key_tiles);
+    sizes_ = pairs.key_sizes + batch * shape.key_tiles;
+    if (row >= 0) {
+      const int dense_rows = static_cast<int>(shape.num_dense_rows);
+      prefix_ = total_ = key_tiles_;
+      if (row >= dense_rows) {
+        const int64_t list = (batch * shape.heads + head) * shape.rows() + row - dense_rows;
+        prefix_ = static_cast<int>(shape.num_prefix_tiles);
+        list_ = pairs.indices + list * shape.width;
+        total_ = prefix_ + min(max(pairs.counts[list], 0), static_cast<int>(shape.width));
+      }
+    }
+    advance(true);
+    next_ = __reduce_min_sync(kWholeWarp, mine_);
+  }
+
+  __device__ bool left() const { return next_ != kNone; }
+  __device__ int tile() const { return next_ >> kSizeBits; }
+  __device__ int size() const { return next_ & (1 << kSizeBits) - 1; }
+
+  // The lists that have the tile at hand, and those that have any left, a bit each.
+  __device__ unsigned with_tile() const { return __ballot_sync(kWholeWarp, mine_ == next_) & (1 << kLists) - 1; }
+  __device__ unsigned with_more() const { return __ballot_sync(kWholeWarp, mine_ != kNone); }
+
+  __device__ void next() {
+    advance(mine_ == next_);
+    next_ = __reduce_min_sync(kWholeWarp, mine_);
+  }
+
+ private:
+  // An entry is tile << kSizeBits | size: of 2**24 tiles of 64 not even K would fit into the memory of a GPU.
+  static constexpr int kSizeBits = 7, kNone = 0x7fffffff;
+
+  // The next entry of this lane's list, where `moves`.
+  __device__ void advance(bool moves) {
+    const int lane = threadIdx.x % 32;
+    while (true) {
+      const unsigned short_of = __ballot_sync(kWholeWarp, moves && left_ == 0 && base_ < total_);
+      if (short_of == 0) break;
+      fetch(__ffs(short_of) - 1);
+    }
+    const int from = __ffs(left_) - 1 & 31;
+    int entry = kNone;
+#pragma unroll
+    for (int i = 0; i < kLists; ++i) {
+      const int of_list = __shfl_sync(kWholeWarp, entries_[i], from);
+      if (lane == i) entry = of_list;
+    }
+    if (moves) {
+      mine_ = left_ ? entry : kNone;
+      left_ &= left_ - 1;
+    }
+  }
+
+  // The next 32 entries of a list, one a lane.
+  __device__ void fetch(int list) {
+    const int lane = threadIdx.x % 32;
+    const int at = __shfl_sync(kWholeWarp, base_, list) + lane;
+    const int prefix = __shfl_sync(kWholeWarp, prefix_, list), total = __shfl_sync(kWholeWarp, total_, list);
+    const int32_t* ids = reinterpret_cast<const int32_t*>(
+        __shfl_sync(kWholeWarp, reinterpret_cast<unsigned long long>(list_), list));
+    int entry = 0;
+    if (at < total) {
+      const int tile = at < prefix ? at : ids[at - prefix];
+      const bool kept = at < prefix || (tile >= prefix && tile < key_tiles_);
+      if (kept) entry = tile << kSizeBits | sizes_[tile];
+    }
+    const unsigned found = __ballot_sync(kWholeWarp, (entry & (1 << kSizeBits) - 1) != 0);
+#pragma unroll
+    for (int i = 0; i < kLists; ++i) {
+      if (list == i) entries_[i] = entry;
+    }
+    if (lane == list) {
+      left_ = found;
+      base_ += 32;
+    }
+  }
+
+  const int32_t *list_ = nullptr, *sizes_ = nullptr;
+  int key_tiles_ = 0, prefix_ = 0, total_ = 0, base_ = 0;
+  unsigned left_ = 0;           // lanes whose entries of this lane's list are still to come
+  int entries_[kLists] = {};    // this lane's entry of every list
+  int mine_ = kNone;            // the entry at hand of this lane's list
+  int next_;                    // the smallest
+};
+
 }  // namespace vsa::sm90

@@ -12,6 +12,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same number, whose origin the compiler does not see: it keeps it in a register instead of computing it again.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ int load_shared(uint32_t address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // mbarrier: `count` arrivals and the bytes announced to it complete a phase; waiters name the phase's parity.
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
@@ -25,6 +37,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// For `count` others.
+__device__ __forceinline__ void mbarrier_arrive_for(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -61,6 +78,21 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done;
 }
 
+// Whether the phase is over, at once.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // Both barriers; one latency when both are ready.
 __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second,
                                                    uint32_t second_parity) {
@@ -72,6 +104,20 @@ __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t firs
   }
 }
 
+// True in one lane, always the same. A whole warp asks together. Unlike a comparison of lane numbers this tells the compiler
+// that one lane is left, so that it issues TMA without a loop over lanes.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected;
+}
+
 // TMA. Coordinates: (head dim, head, token over batches), as tensor_map.h lays the maps out.
 
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
@@ -80,6 +126,13 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, ui
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
       "%5}], [%2];" ::"r"(to),
       "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %3, %4}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(head), "r"(token)
       : "memory");
 }
 
@@ -108,6 +161,12 @@ __device__ __forceinline__ void bulk_load_once(uint32_t to, const void* from, ui
 __device__ __forceinline__ void bulk_store_once(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),
                "r"(bytes), "l"(evict_first())
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int dim, int head, int token) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(dim), "r"(head), "r"(token)
                : "memory");
 }
 

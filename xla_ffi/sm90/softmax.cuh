@@ -24,61 +24,71 @@ __device__ __forceinline__ float across_row(float x, Combine combine) {
   return combine(x, __shfl_xor_sync(kWholeWarp, x, 2));
 }
 
-// A row's weights are relative to an offset that follows its largest logit only when that has grown by more
-// than this (base 2): most steps then rescale nothing, and no weight exceeds 2**8.
-constexpr float kSlack = 8;
+// A row's weights are relative to an offset, which any logit near the largest will do for: weights are floating-point
+// numbers. The first step of a row takes its largest logit; a later step trusts the offset it finds, and looks at the sum
+// of its weights afterwards. So most steps need no maxima, no shuffles, and rescale nothing.
+constexpr float kLargeSum = 0x1p15f;  // of a lane's weights: then the offset grows; each is still a finite float16
+constexpr float kLostSum = 0x1p100f;  // weights may have overflowed
 
-// Of the two rows a thread has a part of. Invariant: `top` is the logit that weights are relative to, the same in
-// all four lanes of a row, at most kSlack under the largest so far; `total` is the sum of
-// exp2(scale_log2 * (logit - top)) over this lane's columns alone.
+// Of the two rows a thread has a part of. Invariant: `offset` (base 2, -inf before any finite logit) is the same in all
+// four lanes of a row; `total` is the sum of exp2(scale_log2 * logit - offset) over this lane's columns alone.
 struct RowStatistics {
-  float top[2], total[2], factor[2];
+  static constexpr int kParts = 4;  // chains of maxima or sums of a row: one would wait for itself
+
+  float offset[2], total[2], factor[2];
+  bool trusted;   // every row of this warp has an offset
   bool rescales;  // whether any factor of this warp is not 1
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      top[row] = -INFINITY;
+      offset[row] = -INFINITY;
       total[row] = 0;
     }
+    trusted = false;
   }
 
   // Replaces logits by weights, of the first `keys` columns; the others become 0. Sums over earlier columns must
-  // be multiplied by `factor`.
+  // be multiplied by `factor`. False: the logits are lost, since the offset was far too small for them; with them made
+  // anew it is true.
   template <int kCount>
-  __device__ __forceinline__ void update(float (&logits)[kCount], int keys, float scale_log2) {
+  __device__ __forceinline__ bool update(float (&logits)[kCount], int keys, float scale_log2) {
     if (keys < kCount * 2) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (accumulator_column(i) >= keys) logits[i] = -INFINITY;
       }
     }
-    float offset[2];
+    factor[0] = factor[1] = 1;
+    rescales = false;
+    const bool trusts = trusted;
+    if (!trusts) take_offsets(logits, scale_log2);
+    float sum[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float largest = fmaxf(logits[row * 2], logits[row * 2 + 1]);
-#pragma unroll
-      for (int i = row * 2 + 4; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(logits[i], logits[i + 1]));
-      largest = across_row(largest, [](float a, float b) { return fmaxf(a, b); });
-      const bool grown = (largest - top[row]) * scale_log2 > kSlack;  // true while top is -inf, unless largest is too
-      const float before = top[row];
-      if (grown) top[row] = largest;
       // -inf - -inf would be NaN: a row that has seen nothing but -inf subtracts 0.
-      offset[row] = top[row] == -INFINITY ? 0 : top[row] * scale_log2;
-      factor[row] = grown ? exp2_approx(fmaf(before, scale_log2, -offset[row])) : 1;
-    }
-    rescales = __any_sync(kWholeWarp, factor[0] != 1 || factor[1] != 1);
+      const float subtracted = offset[row] == -INFINITY ? 0 : offset[row];
+      float part[kParts];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float sum = 0;
-#pragma unroll
-      for (int i = row * 2; i < kCount; i += 4) {
-        logits[i] = exp2_approx(fmaf(logits[i], scale_log2, -offset[row]));
-        logits[i + 1] = exp2_approx(fmaf(logits[i + 1], scale_log2, -offset[row]));
-        sum += logits[i] + logits[i + 1];
+      for (int j = 0; j < kCount / 4; ++j) {
+        float* const pair = logits + j * 4 + row * 2;
+        pair[0] = exp2_approx(fmaf(pair[0], scale_log2, -subtracted));
+        pair[1] = exp2_approx(fmaf(pair[1], scale_log2, -subtracted));
+        const float of_pair = pair[0] + pair[1];
+        part[j % kParts] = j < kParts ? of_pair : part[j % kParts] + of_pair;
       }
-      total[row] = fmaf(total[row], factor[row], sum);
+      sum[row] = (part[0] + part[1]) + (part[2] + part[3]);
     }
+    if (trusts && __any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLargeSum)) {
+      if (__any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLostSum)) {
+        trusted = false;
+        return false;
+      }
+      raise_offsets(logits, sum);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) total[row] = fmaf(total[row], factor[row], sum[row]);
+    return true;
   }
 
   template <int kCount>
@@ -90,10 +100,52 @@ struct RowStatistics {
 
   // The factor that normalises a row's output, and its LSE. `any_keys`: whether the row had keys at all; one
   // that had, all of logit -inf, is NaN, as in dense attention.
-  __device__ __forceinline__ void finish(int row, bool any_keys, float scale_log2, float* norm, float* lse) {
+  __device__ __forceinline__ void finish(int row, bool any_keys, float* norm, float* lse) {
     const float sum = across_row(total[row], [](float a, float b) { return a + b; });
     *norm = sum == 0 ? (any_keys ? NAN : 0) : 1 / sum;
-    *lse = sum == 0 ? (any_keys ? NAN : -INFINITY) : fmaf(top[row], scale_log2, log2f(sum));
+    *lse = sum == 0 ? (any_keys ? NAN : -INFINITY) : offset[row] + log2f(sum);
+  }
+
+ private:
+  // The largest logit, where it is well above the offset.
+  template <int kCount>
+  __device__ __forceinline__ void take_offsets(const float (&logits)[kCount], float scale_log2) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float part[kParts];
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        const float of_pair = fmaxf(logits[j * 4 + row * 2], logits[j * 4 + row * 2 + 1]);
+        part[j % kParts] = j < kParts ? of_pair : fmaxf(part[j % kParts], of_pair);
+      }
+      const float largest = scale_log2 * across_row(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])),
+                                                    [](float a, float b) { return fmaxf(a, b); });
+      constexpr float kSlack = 8;
+      const bool grown = largest - offset[row] > kSlack;  // true while offset is -inf, unless largest is too
+      factor[row] = grown ? exp2_approx(offset[row] - largest) : 1;
+      offset[row] = grown ? largest : offset[row];
+    }
+    rescales = __any_sync(kWholeWarp, factor[0] != 1 || factor[1] != 1);
+    trusted = __all_sync(kWholeWarp, offset[0] != -INFINITY && offset[1] != -INFINITY);
+  }
+
+  // Where a row's weights have grown large: takes them down and its offset up, by a power of two.
+  template <int kCount>
+  __device__ __forceinline__ void raise_offsets(float (&logits)[kCount], float (&sum)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float most = across_row(sum[row], [](float a, float b) { return fmaxf(a, b); });
+      const int exponent = most > kLargeSum ? (__float_as_int(most) >> 23) - 127 : 0;
+      factor[row] = __int_as_float((127 - exponent) << 23);
+      offset[row] += exponent;
+      sum[row] *= factor[row];
+#pragma unroll
+      for (int i = row * 2; i < kCount; i += 4) {
+        logits[i] *= factor[row];
+        logits[i + 1] *= factor[row];
+      }
+    }
+    rescales = true;
   }
 };
 

@@ -15,4 +15,7 @@ namespace vsa::sm90 {
 std::string EncodeTokens(CUtensorMap* map, DType dtype, const void* x, int64_t tokens, int64_t heads,
                          int64_t head_dim, int box_tokens);
 
+std::string EncodeTiles(CUtensorMap* map, DType dtype, const void* x, int64_t tokens, int64_t heads,
+                         int64_t head_dim, int box_tokens);
+
 }  // namespace vsa::sm90

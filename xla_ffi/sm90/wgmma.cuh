@@ -169,6 +169,41 @@ __device__ __forceinline__ void load_a(uint32_t* a, const void* blocks, int k) {
                : "memory");
 }
 
+// D = A B^T as wgmma would leave it, by a warp alone with mma.sync: A in registers, as `load_a` loads it, kSteps * 16
+// columns; B's 2 * kCount rows in swizzled blocks. Slow: for what happens rarely, and not in all warps of a warpgroup.
+template <class T, int kBlockBytes, int kSteps, int kCount>
+__device__ __forceinline__ void multiply_in_warp(float (&d)[kCount], const uint32_t (&a)[4 * kSteps], const void* blocks) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] = 0;
+#pragma unroll
+  for (int row_base = 0; row_base < 2 * kCount; row_base += 16) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int row = row_base + lane / 16 * 8 + lane % 8, chunk = 2 * k + lane / 8 % 2;
+      const uint32_t address = shared_address(blocks) + chunk / 8 * kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+      uint32_t b[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                   : "r"(address)
+                   : "memory");
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const c = d + row_base / 2 + half * 4;
+#define VSA_MMA(type)                                                                                                  \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "       \
+               "{%8, %9}, {%0, %1, %2, %3};"                                                                            \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
+               : "r"(a[4 * k]), "r"(a[4 * k + 1]), "r"(a[4 * k + 2]), "r"(a[4 * k + 3]), "r"(b[2 * half]),               \
+                 "r"(b[2 * half + 1]))
+        if constexpr (std::is_same_v<T, __half>) VSA_MMA("f16");
+        else VSA_MMA("bf16");
+#undef VSA_MMA
+      }
+    }
+  }
+}
+
 // (low, high) rounded to nearest even, in one register.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -11,6 +11,35 @@ namespace vsa::tests {
 
 struct Timing {
   double sustained_ms, burst_ms;
+  double sustained_mhz;  // cycles counted by an SM over nanoseconds; nvidia-smi's are not always those
+};
+
+struct Clocks {
+  uint64_t sm, cycles, nanoseconds;
+};
+
+static __global__ void ReadClocks(Clocks* to) {
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(*reinterpret_cast<uint32_t*>(&to->sm)));
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(to->cycles));
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to->nanoseconds));
+}
+
+// Between two moments of the default stream.
+class ClockRate {
+ public:
+  ClockRate() { Check(cudaMallocHost(&clocks_, 2 * sizeof(Clocks)), "clocks"); }
+  ~ClockRate() { cudaFreeHost(clocks_); }
+  void begin() { ReadClocks<<<1, 1>>>(clocks_); }
+  void end() { ReadClocks<<<1, 1>>>(clocks_ + 1); }
+  // NaN if the two were not read on one SM.
+  double mhz() const {
+    Check(cudaDeviceSynchronize(), "clocks");
+    if (static_cast<uint32_t>(clocks_[0].sm) != static_cast<uint32_t>(clocks_[1].sm)) return NAN;
+    return 1e3 * (clocks_[1].cycles - clocks_[0].cycles) / (clocks_[1].nanoseconds - clocks_[0].nanoseconds);
+  }
+
+ private:
+  Clocks* clocks_;
 };
 
 // Sustained: the median of the second half of `seconds` of back-to-back calls; burst: the median of 7 after 0.4 s
@@ -36,7 +65,13 @@ Timing Time(double seconds, Call call, bool bursts = true) {
   std::vector<double> all;
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  ClockRate rate;
+  bool half = false;
   while (elapsed() < seconds) {
+    if (!half && elapsed() > seconds / 2) {
+      rate.begin();
+      half = true;
+    }
     // Ten at a time, so that the host's waits do not let the card rest.
     cudaEventRecord(begin);
     for (int i = 0; i < 10; ++i) call();
@@ -46,6 +81,8 @@ Timing Time(double seconds, Call call, bool bursts = true) {
     cudaEventElapsedTime(&ms, begin, end);
     all.push_back(ms / 10);
   }
+  rate.end();
+  const double mhz = rate.mhz();
   const double sustained = median({all.begin() + all.size() / 2, all.end()});
   std::vector<double> burst;
   for (int i = 0; i < 7 && bursts; ++i) {
@@ -55,7 +92,7 @@ Timing Time(double seconds, Call call, bool bursts = true) {
     for (int j = 0; j < 3; ++j) once();
     burst.push_back(once());
   }
-  return {sustained, bursts ? median(burst) : NAN};
+  return {sustained, bursts ? median(burst) : NAN, mhz};
 }
 
 inline double RelativeError(const std::vector<double>& got, const std::vector<double>& want) {

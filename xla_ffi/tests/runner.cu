@@ -114,8 +114,8 @@ bool Run(Options& options, DType dtype) {
   if (seconds > 0) {
     const Timing timing = Time(seconds, call);
     const double flops = 4. * shape.head_dim * problem.num_pairs() * shape.tile_size * shape.tile_size;
-    std::printf("  sustained %.3f ms %.0f TFLOP/s  burst %.3f ms %.0f TFLOP/s", timing.sustained_ms,
-                flops / timing.sustained_ms / 1e9, timing.burst_ms, flops / timing.burst_ms / 1e9);
+    std::printf("  sustained %.3f ms %.0f TFLOP/s at %.0f MHz  burst %.3f ms %.0f TFLOP/s", timing.sustained_ms,
+                flops / timing.sustained_ms / 1e9, timing.sustained_mhz, timing.burst_ms, flops / timing.burst_ms / 1e9);
   }
   std::printf("\n");
   return good;

@@ -244,8 +244,8 @@ bool RunBackward(Options& options, Problem<T>& problem, double scale) {
     const auto report = [&](const char* name, double flops_per_score, auto part) {
       const Timing timing = Time(seconds, part, bursts);
       const double scores = problem.num_pairs() * s.tile_size * s.tile_size;
-      std::printf("\n    %s sustained %.3f ms %.0f TFLOP/s  burst %.3f ms %.0f TFLOP/s", name, timing.sustained_ms,
-                  flops_per_score * s.head_dim * scores / timing.sustained_ms / 1e9, timing.burst_ms,
+      std::printf("\n    %s sustained %.3f ms %.0f TFLOP/s at %.0f MHz  burst %.3f ms %.0f TFLOP/s", name, timing.sustained_ms,
+                  flops_per_score * s.head_dim * scores / timing.sustained_ms / 1e9, timing.sustained_mhz, timing.burst_ms,
                   flops_per_score * s.head_dim * scores / timing.burst_ms / 1e9);
     };
     std::printf("\n    transpose %.3f ms", transpose_ms);

@@ -205,6 +205,7 @@ class Reader {
   __device__ void release(int slot) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stream_][slot]));
+    __syncwarp();  // else the compiler takes the lanes of a loop that this ends to be apart
   }
 
   // The shuffles also see to it that all lanes have the item before the resident rows, and it, are given back.
@@ -218,6 +219,7 @@ class Reader {
   __device__ void release_resident() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.resident_empty[stream_]));
+    __syncwarp();
   }
 
   // Rows past `valid` of a slot become 0.

@@ -258,6 +258,7 @@ class Keeper {
     if (threadIdx.x % kWarpgroup == 0) smem_.stage_notes[consumer_][stage_.at] = note;
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.stage_full[consumer_][stage_.at]));
+    __syncwarp();
     stage_.advance();
   }
 

@@ -44,6 +44,7 @@ constexpr int kKeys = 128;       // keys of a step
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRows = kRows / kConsumers;
+constexpr int kWarpRows = kConsumerRows / 4;
 constexpr int kMails = 8;
 
 struct Arguments {
@@ -160,18 +161,23 @@ class Producer {
     const int batch = batch_head / heads, head = batch_head % heads;
     const int tile = row_block / halves;
     const int size = args_.pairs.query_sizes[batch * shape.query_tiles + tile];
-    load_query({batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)});
+    const Item item{batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)};
 
     const int kv_head = head / static_cast<int>(shape.groups());
     KeyTiles keys;
     if (size > 0) keys = KeyTiles(shape, args_.pairs, batch, head, tile);
-    if (keys.tile() == KeyTiles::kNone) step({kv_head, 0, 0}, true, true);
+    if (keys.tile() == KeyTiles::kNone) {
+      step({kv_head, 0, 0}, true, true);
+      load_query(item);
+    }
     for (bool first = true; keys.tile() != KeyTiles::kNone;) {
       int token = (batch * static_cast<int>(shape.key_tiles) + keys.tile()) * static_cast<int>(shape.tile_size);
       int left = keys.size();
       keys.next();
       for (; left > 0; left -= kKeys, token += kKeys) {
         step({kv_head, token, min(left, kKeys)}, first, left <= kKeys && keys.tile() == KeyTiles::kNone);
+        // Not before: its place becomes free when the item two before is stored, for which K and V up to here are needed.
+        if (first) load_query(item);
         first = false;
       }
     }
@@ -248,7 +254,8 @@ class Consumer {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Consumer(Smem& smem, const Arguments& args, int index) : smem_(smem), args_(args), index_(index) {}
+  __device__ Consumer(Smem& smem, const Arguments& args, const CUtensorMap* out, int index)
+      : smem_(smem), args_(args), out_map_(out), index_(index) {}
 
   __device__ void run() {
     if (index_ == 1) named_barrier_arrive(kTurn, kTurnThreads);  // consumer 0 begins
@@ -269,6 +276,7 @@ class Consumer {
     look_ahead();
     while (advance()) {
     }
+    if (threadIdx.x % 32 == 0) tma_store_wait_read();
   }
 
  private:
@@ -327,31 +335,43 @@ class Consumer {
     give_turn();
     const int key_slot = key_slot_;
     step_ = next_;
+    if (storing_) give_place();
     look_ahead();  // in the shade of the products
     wgmma_wait<1>();
     pin(logits_);
-    release(key_slot);
     if (step.last()) {
       wgmma_wait<0>();
       pin(out_);
       store(step.keys() > 0);
       rows_.reset();
     }
-    rows_.update(logits_, step_.keys(), args_.scale_log2);
+    if (!rows_.update(logits_, step_.keys(), args_.scale_log2)) {
+      multiply_in_warp<T, Smem::kKeyBlockBytes, kHeadDim / 16>(logits_, query_, smem_.slots[key_slot]);
+      rows_.update(logits_, step_.keys(), args_.scale_log2);
+    }
+    release(key_slot);
     return true;
   }
 
-  // The next item's Q, into registers.
+  // The next item's Q, into registers. Its place then takes the output of the item before, and only after that goes back.
   __device__ void take_query() {
+    if (storing_) give_place();
     mbarrier_wait(shared_address(&smem_.q_full), items_taken_ & 1);
-    ++items_taken_;
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     }
     fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty));
+    if (items_taken_++ == 0) give_place();
+  }
+
+  __device__ void give_place() {
+    storing_ = false;
+    if (threadIdx.x % 32 == 0) {
+      tma_store_wait_read();
+      mbarrier_arrive(shared_address(&smem_.q_empty));
+    }
   }
 
   __device__ void release(int slot) {
@@ -363,6 +383,7 @@ class Consumer {
     } else {
       if (lane < kCluster) mbarrier_arrive_in_cluster(address_in(lane, empty));
     }
+    __syncwarp();  // else the compiler takes the lanes of the loop that this ends to be apart
   }
 
   __device__ void multiply_query_key(int slot) {
@@ -388,25 +409,29 @@ class Consumer {
     const Item item = smem_.items[items_stored_ % 4];
     ++items_stored_;
     const Shape& shape = args_.shape;
-    T* const out = static_cast<T*>(args_.out) + item.head * kHeadDim;
     float* const lse = args_.lse + (item.batch * shape.heads + item.head) * shape.query_length() + item.token;
+    float norm[2];
+    bool valid[2];
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = index_ * kConsumerRows + accumulator_row(2 * pair);
-      const bool valid = row < item.valid;
-      float norm, row_lse;
-      rows_.finish(pair, any_keys, args_.scale_log2, &norm, &row_lse);
-      if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-      const int64_t token = item.batch * shape.query_length() + item.token + row;
-      store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
+      float row_lse;
+      rows_.finish(pair, any_keys, &norm[pair], &row_lse);
+      valid[pair] = row < item.valid;
+      if (threadIdx.x % 4 == 0) lse[row] = valid[pair] ? row_lse : -INFINITY;
     }
+    const int token = item.batch * static_cast<int>(shape.query_length()) + item.token + index_ * kConsumerRows;
+    store_rows<T, Smem::kQueryBlockBytes>(out_map_, smem_.query[index_][0], item.head, token, out_, norm, valid);
+    storing_ = true;
   }
 
   Smem& smem_;
   const Arguments& args_;
+  const CUtensorMap* const out_map_;
   const int index_;
   Cursor<Smem::kSlots> slot_;
   uint32_t items_taken_ = 0, items_stored_ = 0;
+  bool storing_ = false;  // Q's place is still to be given back
   Step step_, next_;
   int key_slot_;                      // K of next_
   int value_slot_, next_value_slot_;  // V of the step whose product may be running, and of step_
@@ -419,7 +444,8 @@ class Consumer {
 template <class T, int kHeadDim, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
-            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value) {
+            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value,
+            const __grid_constant__ CUtensorMap out) {
   using Smem = Shared<kHeadDim>;
   static_assert(sizeof(Smem) <= 227 * 1024);
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -442,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 32) Producer<T, kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
   } else {
     setmaxnreg_inc<232>();
-    Consumer<T, kHeadDim, kCluster>(smem, args, warpgroup - 1).run();
+    Consumer<T, kHeadDim, kCluster>(smem, args, &out, warpgroup - 1).run();
   }
   if (kCluster > 1) cluster_sync();  // nobody leaves while others may write to it
 }
@@ -450,13 +476,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, int kHeadDim, int kCluster>
 std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  CUtensorMap query, key, value;
+  CUtensorMap query, key, value, out;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int box) {
     return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, box);
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows);
   if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster);
   if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster);
+  if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kWarpRows);
   if (!error.empty()) return error;
   const Arguments args{shape,
                        params.pairs,
@@ -466,7 +493,7 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
                        static_cast<int*>(params.workspace),
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows / kCluster))};
   return LaunchPersistent(forward<T, kHeadDim, kCluster>, kCluster, kThreads, sizeof(Shared<kHeadDim>), args.items,
-                          args.ticket, 1, stream, args, query, key, value);
+                          args.ticket, 1, stream, args, query, key, value, out);
 }
 
 template <class T, int kHeadDim>

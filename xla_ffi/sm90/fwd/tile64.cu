@@ -1,30 +1,34 @@
 // Forward for tiles of 64 tokens: three neighbouring query tiles share the loads of the key tiles they have in common.
 //
 // CTA: 4 warpgroups, persistent, one per SM.
-//   warpgroup 0     producer: warp 0 takes tickets, merges three lists and issues every TMA load; 32 registers
+//   warpgroup 0     producers, 32 registers: warp 0 takes tickets, merges three lists and loads Q and K; warp 1 merges them
+//                   too and loads V
 //   warpgroups 1-3  consumers, a query tile each; 160 registers: O 64, S 32, Q 32, P 16
 //
-// A step is a key tile of the union of the three lists; its mask says who keeps it. Consumers go through all steps; one
-// whose bit is 0 gives the stage back at once. There is no overlap within a consumer: three hide each other's softmax,
-// and since they skip independently, they take no turns.
+// A step is a key tile of the union of the three lists. Each consumer has a queue of its own, which names the slots of
+// the steps it keeps, so it never meets the others; for those who do not keep a tile the producer gives its slot back.
+// There is no overlap of products within a consumer (P V beside the next S does not fit in 160 registers): three hide each
+// other's softmax, and since they skip independently, they take no turns.
 //
-//   producer            consumer 1 (mask 1)   consumer 2 (mask 1)   consumer 3 (mask 0)
-//   K, V -> stage g     S = Q K               softmax               -
-//   K, V -> stage g+1   softmax               O += P V              (step g+1) S = Q K
-//   ...                 O += P V              (step g+1) -          softmax
+//   producers              consumer 1 (keeps g)   consumer 2 (keeps g)   consumer 3 (does not)
+//   K(g), V(g) -> slots    S = Q K                (g-1) O += P V         (g-1) softmax
+//   K(g+1), V(g+1)         softmax                S = Q K                (g-1) O += P V
+//   ...                    O += P V               softmax                S = Q K(g+1)
 //
 // The merge takes the smallest of the three lists' next entries. On ascending lists that is the union; on others it still
 // walks each list in its order, only with fewer loads shared.
 //
-// Barriers         arrivals                 meaning (waiter)
-//   key_full[5]    producer + bytes         the step's note and K are there (consumers)
-//   value_full[5]  producer + bytes         V is there (consumers that keep it)
-//   empty[5]       one lane of 12 warps     nobody needs the stage (producer)
-//   q_full[3]      producer + bytes         a consumer's Q is there (that consumer)
-//   q_empty[3]     one lane of 4 warps      it has it in registers (producer)
-//   own[1..3]      named, 128 threads       one consumer's threads
+// Barriers                    arrivals                    meaning (waiter)
+//   keys, values: full[7]     producer + bytes            the slot's tile is there (consumers)
+//   keys, values: empty[7]    12: one lane of each warp   nobody needs the slot (its producer)
+//                             that keeps it, and the
+//                             producer for the others
+//   queued[3][16]             producer                    the entry is there (its consumer)
+//   mail_full[4], _empty[4]   a producer                  a ticket from warp 0 is there, was read (warps 1, 0)
+//   own[1..3]                 named, 128 threads          one consumer's threads
 //
-// Shared memory at H = 128: Q 3 x 16 KB, five stages of K and V of 32 KB, 208 KB; then barriers and notes.
+// Shared memory at H = 128: seven slots for Q and K and seven for V of 16 KB, 224 KB; then barriers and queues. A queue's 16
+// entries are enough since each but the last holds a slot of K until its consumer has read it.
 #include "forward.h"
 
 #include "../epilogue.cuh"
@@ -43,6 +47,8 @@ constexpr int kTile = 64;
 constexpr int kConsumers = 3;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
+constexpr int kWarps = kWarpgroup / 32;   // of a consumer
+constexpr int kEntries = 16, kMails = 4;
 
 struct Arguments {
   Shape shape;
@@ -54,158 +60,240 @@ struct Arguments {
   int items;    // three query tiles of one head
 };
 
-// What the producer says of a step, in one word.
-class Step {
+// What a consumer finds in its queue, in one word: a query tile to begin with, then the steps it keeps.
+class Entry {
  public:
-  Step() = default;
-  // keys: valid slots; mask: the consumers that keep the tile, none where no one keeps any; first, last: of its item.
-  __device__ Step(int keys, int mask, bool first, bool last) : word_(keys | mask << 8 | first << 16 | last << 17) {}
-  __device__ static Step End() {  // no step: the work is over
-    Step step;
-    step.word_ = 1 << 18;
-    return step;
+  Entry() = default;
+  template <int kSlots>
+  __device__ static Entry Query(const Cursor<kSlots>& slot, bool last) {  // last: it has no keys
+    return Entry(slot.at << 8 | slot.parity << 16 | kQuery | (last ? kLast : 0));
   }
-  __device__ int keys() const { return word_ & 0xff; }
-  __device__ bool kept_by(int consumer) const { return word_ >> (8 + consumer) & 1; }
-  __device__ bool first() const { return word_ >> 16 & 1; }
-  __device__ bool last() const { return word_ >> 17 & 1; }
-  __device__ bool end() const { return word_ >> 18; }
+  template <int kSlots>
+  __device__ static Entry Keys(int count, const Cursor<kSlots>& key, const Cursor<kSlots>& value, bool last) {
+    return Entry(count | key.at << 8 | value.at << 12 | key.parity << 16 | value.parity << 17 | (last ? kLast : 0));
+  }
+  __device__ static Entry End() { return Entry(kEnd); }  // the work is over
+  __device__ explicit Entry(int word) : word_(word) {}
+
+  __device__ int word() const { return word_; }
+  __device__ int keys() const { return word_ & 0xff; }  // valid slots of the key tile
+  __device__ int key_slot() const { return word_ >> 8 & 0xf; }
+  __device__ int value_slot() const { return word_ >> 12 & 0xf; }
+  __device__ uint32_t key_parity() const { return word_ >> 16 & 1; }
+  __device__ uint32_t value_parity() const { return word_ >> 17 & 1; }
+  __device__ bool query() const { return word_ & kQuery; }
+  __device__ bool last() const { return word_ & kLast; }  // of its query tile
+  __device__ bool end() const { return word_ & kEnd; }
 
  private:
+  static constexpr int kQuery = 1 << 18, kLast = 1 << 19, kEnd = 1 << 20;
   int word_;
 };
 
-// A consumer's part of an item.
 struct Part {
-  int batch, head, tile;  // tile: -1 past the last
-  int valid;              // rows that count; the rest give 0
+  int batch, head, tile;
+  int valid;  // rows that count; the rest give 0
 };
 
 template <int kHeadDim>
 struct Shared {
-  static constexpr int kStages = kHeadDim == 128 ? 5 : 8;
+  static constexpr int kSlots = kHeadDim == 128 ? 7 : 14;
   static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
-  struct Stage {
-    uint8_t key[kColumnBlocks][kBlockBytes], value[kColumnBlocks][kBlockBytes];  // rows of 128 bytes
+  using Tile = uint8_t[kColumnBlocks][kBlockBytes];  // rows of 128 bytes
+  struct Ring {
+    uint64_t full[kSlots], empty[kSlots];
   };
-  uint8_t query[kConsumers][kColumnBlocks][kBlockBytes];
-  Stage stages[kStages];
-  uint64_t key_full[kStages], value_full[kStages], empty[kStages];
-  uint64_t q_full[kConsumers], q_empty[kConsumers];
-  Step steps[kStages];
-  Part parts[kConsumers][2];  // this one and the next, in turns
+  Tile key_tiles[kSlots], value_tiles[kSlots];  // a query tile takes a slot of K for a moment
+  Ring keys, values;
+  uint64_t queued[kConsumers][kEntries];
+  uint64_t mail_full[kMails], mail_empty[kMails];
+  int queues[kConsumers][kEntries];
+  Part parts[kSlots];  // of the slots that hold Q
+  int mails[kMails];
 };
 
+// The three query tiles of an item. Dense rows are grouped with dense rows alone: beside a listed row one would keep its
+// warpgroup idle.
+struct Group {
+  int batch, head, first_tile, limit;  // limit: tiles from here on are not of this group
+  __device__ Group(const Shape& shape, int ticket) {
+    const int dense = static_cast<int>(shape.num_dense_rows), heads = static_cast<int>(shape.heads);
+    const int dense_groups = (dense + kConsumers - 1) / kConsumers;
+    const int groups = dense_groups + (static_cast<int>(shape.rows()) + kConsumers - 1) / kConsumers;
+    const int group = ticket % groups;
+    head = ticket / groups % heads;
+    batch = ticket / groups / heads;
+    const bool is_dense = group < dense_groups;
+    first_tile = is_dense ? group * kConsumers : dense + (group - dense_groups) * kConsumers;
+    limit = is_dense ? dense : static_cast<int>(shape.query_tiles);
+  }
+};
+
+// What both producers do: walk the items' merged lists, and fill one ring.
 template <int kHeadDim>
 class Producer {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Producer(Smem& smem, const Arguments& args, const CUtensorMap* query, const CUtensorMap* key,
-                      const CUtensorMap* value)
-      : smem_(smem), args_(args), query_(query), key_(key), value_(value) {}
+  __device__ Producer(Smem& smem, const Arguments& args, typename Smem::Ring& ring, typename Smem::Tile* tiles)
+      : smem_(smem), args_(args), full_(opaque(shared_address(ring.full))), empty_(opaque(shared_address(ring.empty))),
+        tiles_(opaque(shared_address(tiles))) {}
 
-  __device__ void run() {
-    for (int ticket = blockIdx.x; ticket < args_.items;) {
-      int next = 0;
-      if (lane_ == 0) next = gridDim.x + atomicAdd(args_.ticket, 1);
-      item(ticket);
-      ticket = __shfl_sync(kWholeWarp, next, 0);
-    }
-    acquire();
-    if (lane_ == 0) {
-      smem_.steps[stage_.at] = Step::End();
-      mbarrier_arrive(shared_address(&smem_.key_full[stage_.at]));
-    }
+ protected:
+  // Lane i's query tile and its size, 0 where there is none.
+  __device__ int size_of_lane(const Group& group) const {
+    const int tile = group.first_tile + lane_;
+    const bool exists = lane_ < kConsumers && tile < group.limit;
+    return exists ? args_.pairs.query_sizes[group.batch * args_.shape.query_tiles + tile] : 0;
+  }
+  __device__ MergedKeyTiles<kConsumers> merged(const Group& group, int size) const {
+    return {args_.shape, args_.pairs, group.batch, group.head, size > 0 ? group.first_tile + lane_ : -1};
+  }
+  // Of a key tile: its head, and its first token, over batches.
+  __device__ int kv_head(const Group& group) const { return group.head / static_cast<int>(args_.shape.groups()); }
+  __device__ int token(const Group& group, int key_tile) const {
+    return (group.batch * static_cast<int>(args_.shape.key_tiles) + key_tile) * kTile;
   }
 
- private:
-  // Dense rows are grouped with dense rows alone: beside a listed row one would keep its warpgroup idle.
-  __device__ void item(int ticket) {
-    const Shape& shape = args_.shape;
-    const int dense = static_cast<int>(shape.num_dense_rows), heads = static_cast<int>(shape.heads);
-    const int dense_groups = (dense + kConsumers - 1) / kConsumers;
-    const int groups = dense_groups + (static_cast<int>(shape.rows()) + kConsumers - 1) / kConsumers;
-    const int group = ticket % groups, head = ticket / groups % heads, batch = ticket / groups / heads;
-    const bool is_dense = group < dense_groups;
-    const int first_tile = is_dense ? group * kConsumers : dense + (group - dense_groups) * kConsumers;
-    const int limit = is_dense ? dense : static_cast<int>(shape.query_tiles);
-
-    KeyTiles lists[kConsumers];
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) {
-      const int tile = first_tile + i;
-      const int size = tile < limit ? args_.pairs.query_sizes[batch * shape.query_tiles + tile] : 0;
-      load_query(i, {batch, head, tile < limit ? tile : -1, size});
-      if (size > 0) lists[i] = KeyTiles(shape, args_.pairs, batch, head, tile);
-    }
-    ++items_;
-
-    const int kv_head = head / static_cast<int>(shape.groups());
-    const int keys_before = batch * static_cast<int>(shape.key_tiles);
-    int tile = smallest(lists);
-    if (tile == KeyTiles::kNone) step(0, 0, Step(0, 0, true, true));
-    for (bool first = true; tile != KeyTiles::kNone; first = false) {
-      int mask = 0, size = 0;
-#pragma unroll
-      for (int i = 0; i < kConsumers; ++i) {
-        if (lists[i].tile() != tile) continue;
-        mask |= 1 << i;
-        size = lists[i].size();
-        lists[i].next();
-      }
-      const int next = smallest(lists);
-      step(kv_head, (keys_before + tile) * kTile, Step(size, mask, first, next == KeyTiles::kNone));
-      tile = next;
-    }
+  // The next slot, for those consumers in `mask`.
+  __device__ void acquire(unsigned mask) {
+    const uint32_t empty = empty_ + slot_.at * 8;
+    mbarrier_wait(empty, slot_.parity ^ 1);
+    const int others = kConsumers - __popc(mask);
+    if (others > 0 && elect()) mbarrier_arrive_for(empty, others * kWarps);
   }
-
-  __device__ static int smallest(const KeyTiles (&lists)[kConsumers]) {
-    return min(lists[0].tile(), min(lists[1].tile(), lists[2].tile()));
-  }
-
-  __device__ void load_query(int consumer, const Part& part) {
-    mbarrier_wait(shared_address(&smem_.q_empty[consumer]), items_ & 1 ^ 1);
-    if (lane_ != 0) return;
-    const uint32_t full = shared_address(&smem_.q_full[consumer]);
-    smem_.parts[consumer][items_ & 1] = part;
-    if (part.tile < 0) return mbarrier_arrive(full);
-    mbarrier_arrive_expect_tx(full, sizeof(smem_.query[consumer]));
-    const int token = (part.batch * static_cast<int>(args_.shape.query_tiles) + part.tile) * kTile;
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      tma_load(shared_address(smem_.query[consumer][block]), query_, full, block * kSwizzleColumns, part.head, token);
-    }
-  }
-
-  __device__ void acquire() { mbarrier_wait(shared_address(&smem_.empty[stage_.at]), stage_.parity ^ 1); }
-
-  __device__ void step(int head, int token, Step step) {
-    acquire();
-    if (lane_ == 0) {
-      typename Smem::Stage& stage = smem_.stages[stage_.at];
-      smem_.steps[stage_.at] = step;
-      load(stage.key, key_, &smem_.key_full[stage_.at], head, token, step);
-      load(stage.value, value_, &smem_.value_full[stage_.at], head, token, step);
-    }
-    stage_.advance();
-  }
-
-  __device__ void load(uint8_t (&to)[Smem::kColumnBlocks][kBlockBytes], const CUtensorMap* map, const uint64_t* barrier,
-                       int head, int token, Step step) {
-    const uint32_t full = shared_address(barrier);
-    if (step.keys() == 0) return mbarrier_arrive(full);
-    mbarrier_arrive_expect_tx(full, sizeof(to));
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      tma_load(shared_address(to[block]), map, full, block * kSwizzleColumns, head, token);
-    }
+  // By one lane.
+  __device__ void load(const CUtensorMap* map, int head, int token) {
+    const uint32_t full = full_ + slot_.at * 8;
+    mbarrier_arrive_expect_tx(full, sizeof(typename Smem::Tile));
+    tma_load_tile(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, head, token);
   }
 
   Smem& smem_;
   const Arguments& args_;
-  const CUtensorMap *query_, *key_, *value_;
+  const uint32_t full_, empty_, tiles_;
   const int lane_ = threadIdx.x % 32;
-  Cursor<Smem::kStages> stage_;
-  uint32_t items_ = 0;  // whose Q was asked for
+  Cursor<Smem::kSlots> slot_;
+  Cursor<kMails> mail_;
+};
+
+template <int kHeadDim>
+class KeyProducer : Producer<kHeadDim> {
+ public:
+  using Base = Producer<kHeadDim>;
+  using typename Base::Smem;
+
+  __device__ KeyProducer(Smem& smem, const Arguments& args, const CUtensorMap* query, const CUtensorMap* key)
+      : Base(smem, args, smem.keys, smem.key_tiles), query_(query), key_(key) {}
+
+  __device__ void run() {
+    for (int ticket = blockIdx.x;;) {
+      tell(ticket);
+      if (ticket >= this->args_.items) break;
+      int next = 0;
+      if (this->lane_ == 0) next = gridDim.x + atomicAdd(this->args_.ticket, 1);
+      item(ticket);
+      ticket = __shfl_sync(kWholeWarp, next, 0);
+    }
+    push((1 << kConsumers) - 1, Entry::End(), Entry::End(), 0);
+  }
+
+ private:
+  // The other producer of a ticket.
+  __device__ void tell(int ticket) {
+    auto& mail = this->mail_;
+    mbarrier_wait(shared_address(&this->smem_.mail_empty[mail.at]), mail.parity ^ 1);
+    if (elect()) {
+      this->smem_.mails[mail.at] = ticket;
+      mbarrier_arrive(shared_address(&this->smem_.mail_full[mail.at]));
+    }
+    mail.advance();
+  }
+
+  __device__ void item(int ticket) {
+    const Group group(this->args_.shape, ticket);
+    const int size = this->size_of_lane(group);
+    auto keys = this->merged(group, size);
+    const unsigned listed = keys.with_more();
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
+      const int tile = group.first_tile + i;
+      if (tile >= group.limit) break;
+      const bool any = listed >> i & 1;
+      const int valid = __shfl_sync(kWholeWarp, size, i);
+      this->acquire(1 << i);
+      if (elect()) {
+        this->smem_.parts[this->slot_.at] = {group.batch, group.head, tile, valid};
+        if (any) this->load(query_, group.head, (group.batch * static_cast<int>(this->args_.shape.query_tiles) + tile) * kTile);
+        else mbarrier_arrive(this->full_ + this->slot_.at * 8);
+      }
+      const Entry entry = Entry::Query(this->slot_, !any);
+      push(1 << i, entry, entry, 0);
+      this->slot_.advance();
+    }
+    const int head = this->kv_head(group);
+    while (keys.left()) {
+      const int token = this->token(group, keys.tile()), count = keys.size();
+      const unsigned mask = keys.with_tile();
+      keys.next();
+      this->acquire(mask);
+      if (elect()) this->load(key_, head, token);
+      push(mask, Entry::Keys(count, this->slot_, value_slot_, false), Entry::Keys(count, this->slot_, value_slot_, true),
+           keys.with_more());
+      this->slot_.advance();
+      value_slot_.advance();
+    }
+  }
+
+  // Lane i puts an entry into the queue of consumer i of `mask`: another for those who have no more.
+  __device__ void push(unsigned mask, Entry entry, Entry last, unsigned more) {
+    if (mask >> this->lane_ & 1) {
+      const int at = pushed_++ % kEntries;
+      this->smem_.queues[this->lane_][at] = (more >> this->lane_ & 1 ? entry : last).word();
+      mbarrier_arrive(shared_address(&this->smem_.queued[this->lane_][at]));
+    }
+    __syncwarp();
+  }
+
+  const CUtensorMap *query_, *key_;
+  Cursor<Smem::kSlots> value_slot_;
+  unsigned pushed_ = 0;  // into this lane's queue
+};
+
+template <int kHeadDim>
+class ValueProducer : Producer<kHeadDim> {
+ public:
+  using Base = Producer<kHeadDim>;
+  using typename Base::Smem;
+
+  __device__ ValueProducer(Smem& smem, const Arguments& args, const CUtensorMap* value)
+      : Base(smem, args, smem.values, smem.value_tiles), value_(value) {}
+
+  __device__ void run() {
+    for (int ticket = next_ticket(); ticket < this->args_.items; ticket = next_ticket()) {
+      const Group group(this->args_.shape, ticket);
+      auto keys = this->merged(group, this->size_of_lane(group));
+      const int head = this->kv_head(group);
+      for (; keys.left(); keys.next()) {
+        this->acquire(keys.with_tile());
+        if (elect()) this->load(value_, head, this->token(group, keys.tile()));
+        this->slot_.advance();
+      }
+    }
+  }
+
+ private:
+  __device__ int next_ticket() {
+    auto& mail = this->mail_;
+    mbarrier_wait(shared_address(&this->smem_.mail_full[mail.at]), mail.parity);
+    const int ticket = load_shared(shared_address(&this->smem_.mails[mail.at]));
+    __syncwarp();
+    if (elect()) mbarrier_arrive(shared_address(&this->smem_.mail_empty[mail.at]));
+    mail.advance();
+    return ticket;
+  }
+
+  const CUtensorMap* value_;
 };
 
 template <class T, int kHeadDim>
@@ -213,47 +301,73 @@ class Consumer {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Consumer(Smem& smem, const Arguments& args, int index) : smem_(smem), args_(args), index_(index) {}
+  __device__ Consumer(Smem& smem, const Arguments& args, int index)
+      : smem_(smem), args_(args), index_(index), queued_(opaque(shared_address(smem.queued[index]))),
+        queue_(opaque(shared_address(smem.queues[index]))), keys_(opaque(shared_address(&smem.keys))),
+        values_(opaque(shared_address(&smem.values))) {}
 
   __device__ void run() {
     bool any_keys = false;
     // Without this ptxas 13.0 lets `weights` overwrite query_: it is loaded under a condition, and read in a loop.
     for (uint32_t& word : query_) word = 0;
-    for (;; stage_.advance()) {
-      mbarrier_wait(shared_address(&smem_.key_full[stage_.at]), stage_.parity);
-      const Step step = smem_.steps[stage_.at];
-      if (step.end()) return;
-      if (step.first()) {
-        take_query();
+    while (true) {
+      if (!known_) wait_entry();
+      const Entry entry = next_;
+      known_ = false;
+      if (entry.end()) return;
+      if (entry.query()) {
+        take_query(entry);
         rows_.reset();
         any_keys = false;
-      }
-      if (step.kept_by(index_)) {
-        attend(step.keys(), !any_keys);
+      } else {
+        attend(entry, !any_keys);
         any_keys = true;
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stage_.at]));
-      if (step.last()) store(any_keys);
+      if (entry.last()) store(any_keys);
     }
   }
 
  private:
   static constexpr int kOwn = 1;  // named barriers, one a consumer
+  static constexpr int kEmpty = offsetof(typename Smem::Ring, empty);
 
-  __device__ void take_query() {
-    mbarrier_wait(shared_address(&smem_.q_full[index_]), items_ & 1);
-#pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
-    fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
+  __device__ __forceinline__ void read_entry() {
+    next_ = Entry(load_shared(queue_ + entry_.at * 4));
+    known_ = true;
+    entry_.advance();
+  }
+  __device__ __forceinline__ void wait_entry() {
+    mbarrier_wait(queued_ + entry_.at * 8, entry_.parity);
+    read_entry();
+  }
+  // If it is there.
+  __device__ __forceinline__ void look_ahead() {
+    if (mbarrier_test(queued_ + entry_.at * 8, entry_.parity)) read_entry();
+  }
+
+  __device__ __forceinline__ void release(uint32_t ring, int slot) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.q_empty[index_]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring + kEmpty + slot * 8);
+    __syncwarp();  // else the compiler takes the lanes of a loop that this ends to be apart
+  }
+
+  __device__ void take_query(Entry entry) {
+    const int slot = entry.key_slot();
+    mbarrier_wait(keys_ + slot * 8, entry.key_parity());
+    part_ = smem_.parts[slot];
+    if (!entry.last()) {
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.key_tiles[slot], k);
+      fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
+    }
+    release(keys_, slot);
   }
 
   // One key tile. first: out_ holds nothing yet.
-  __device__ __forceinline__ void attend(int keys, bool first) {
-    const auto& stage = smem_.stages[stage_.at];
-    const KMajor<kBlockBytes> key(stage.key);
+  __device__ __forceinline__ void attend(Entry entry, bool first) {
+    const int key_slot = entry.key_slot(), value_slot = entry.value_slot(), keys = entry.keys();
+    mbarrier_wait(keys_ + key_slot * 8, entry.key_parity());
+    const KMajor<kBlockBytes> key(smem_.key_tiles[key_slot]);
     float logits[kTile / 2];
     pin(logits);
     wgmma_fence();
@@ -265,15 +379,19 @@ class Consumer {
     wgmma_wait<0>();
     pin(logits);
 
-    rows_.update(logits, keys, args_.scale_log2);
+    if (!rows_.update(logits, keys, args_.scale_log2)) {
+      multiply_in_warp<T, kBlockBytes, kHeadDim / 16>(logits, query_, smem_.key_tiles[key_slot]);
+      rows_.update(logits, keys, args_.scale_log2);
+    }
+    release(keys_, key_slot);
     uint32_t weights[kTile / 4];
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i] = pack<T>(logits[2 * i], logits[2 * i + 1]);
     if (!first) rows_.rescale(out_);
 
-    mbarrier_wait(shared_address(&smem_.value_full[stage_.at]), stage_.parity);
-    if (keys < kTile) clear_rows<Smem::kColumnBlocks, kTile>(smem_.stages[stage_.at].value[0], keys, kOwn + index_);
-    const MNMajor<kBlockBytes> value(stage.value);
+    mbarrier_wait(values_ + value_slot * 8, entry.value_parity());
+    if (keys < kTile) clear_rows<Smem::kColumnBlocks, kTile>(smem_.value_tiles[value_slot][0], keys, kOwn + index_);
+    const MNMajor<kBlockBytes> value(smem_.value_tiles[value_slot]);
     pin(out_);
     wgmma_fence();
 #pragma unroll
@@ -281,25 +399,24 @@ class Consumer {
       wgmma<T, Major::kMN>(out_, weights + 4 * k, value.step(k), k > 0 || !first);
     }
     wgmma_commit();
+    look_ahead();  // in the shade of the product
     wgmma_wait<0>();
     pin(out_);
+    release(values_, value_slot);
   }
 
   __device__ void store(bool any_keys) {
-    const Part part = smem_.parts[index_][items_ & 1];
-    ++items_;
-    if (part.tile < 0) return;
     const Shape& shape = args_.shape;
-    T* const out = static_cast<T*>(args_.out) + part.head * kHeadDim;
-    float* const lse = args_.lse + (part.batch * shape.heads + part.head) * shape.query_length() + part.tile * kTile;
+    T* const out = static_cast<T*>(args_.out) + part_.head * kHeadDim;
+    float* const lse = args_.lse + (part_.batch * shape.heads + part_.head) * shape.query_length() + part_.tile * kTile;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = accumulator_row(2 * pair);
-      const bool valid = row < part.valid && any_keys;
+      const bool valid = row < part_.valid && any_keys;
       float norm, row_lse;
-      rows_.finish(pair, any_keys, args_.scale_log2, &norm, &row_lse);
+      rows_.finish(pair, any_keys, &norm, &row_lse);
       if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-      const int64_t token = part.batch * shape.query_length() + part.tile * kTile + row;
+      const int64_t token = part_.batch * shape.query_length() + part_.tile * kTile + row;
       store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
     }
   }
@@ -307,8 +424,11 @@ class Consumer {
   Smem& smem_;
   const Arguments& args_;
   const int index_;
-  Cursor<Smem::kStages> stage_;
-  uint32_t items_ = 0;  // done
+  const uint32_t queued_, queue_, keys_, values_;
+  Cursor<kEntries> entry_;
+  Entry next_;
+  bool known_ = false;  // whether next_ is
+  Part part_;
   RowStatistics rows_;
   float out_[kHeadDim / 2];
   uint32_t query_[kHeadDim / 4];
@@ -323,14 +443,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   Smem& smem = *reinterpret_cast<Smem*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Smem::kStages; ++i) {
-      mbarrier_init(shared_address(&smem.key_full[i]), 1);
-      mbarrier_init(shared_address(&smem.value_full[i]), 1);
-      mbarrier_init(shared_address(&smem.empty[i]), kConsumers * kWarpgroup / 32);
+    for (typename Smem::Ring* ring : {&smem.keys, &smem.values}) {
+      for (int i = 0; i < Smem::kSlots; ++i) {
+        mbarrier_init(shared_address(&ring->full[i]), 1);
+        mbarrier_init(shared_address(&ring->empty[i]), kConsumers * kWarps);
+      }
     }
-    for (int i = 0; i < kConsumers; ++i) {
-      mbarrier_init(shared_address(&smem.q_full[i]), 1);
-      mbarrier_init(shared_address(&smem.q_empty[i]), kWarpgroup / 32);
+    for (auto& queue : smem.queued) {
+      for (uint64_t& entry : queue) mbarrier_init(shared_address(&entry), 1);
+    }
+    for (int i = 0; i < kMails; ++i) {
+      mbarrier_init(shared_address(&smem.mail_full[i]), 1);
+      mbarrier_init(shared_address(&smem.mail_empty[i]), 1);
     }
     fence_mbarrier_init();
   }
@@ -338,7 +462,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
   if (warpgroup == 0) {
     setmaxnreg_dec<32>();
-    if (threadIdx.x < 32) Producer<kHeadDim>(smem, args, &query, &key, &value).run();
+    const int warp = __shfl_sync(kWholeWarp, threadIdx.x / 32, 0);
+    if (warp == 0) KeyProducer<kHeadDim>(smem, args, &query, &key).run();
+    else if (warp == 1) ValueProducer<kHeadDim>(smem, args, &value).run();
   } else {
     setmaxnreg_inc<160>();
     Consumer<T, kHeadDim>(smem, args, warpgroup - 1).run();
@@ -350,7 +476,7 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
   CUtensorMap query, key, value;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kTile);
+    return EncodeTiles(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kTile);
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads);
   if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads);
