@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_rows(const CUtensorMap* map, uint8_t* bloc
   __syncwarp();
   if (lane == 0) {
     for (int block = 0; block < kCount / 32; ++block) {
-      tma_store(map, to + block * kBlockBytes + warp_row * 128, block * kSwizzleColumns, head, token + warp_row);
+      tma_store(map, to + block * kBlockBytes + warp_row * 128, block, head, token + warp_row);
     }
     tma_store_commit();
   }

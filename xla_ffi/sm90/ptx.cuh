@@ -118,21 +118,13 @@ __device__ __forceinline__ bool elect() {
   return elected;
 }
 
-// TMA. Coordinates: (head dim, head, token over batches), as tensor_map.h lays the maps out.
+// TMA of a box, as tensor_map.h lays the maps out: from block `block` of 64 columns and row `token`, over batches, on.
 
-__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
-                                         int dim, int head, int token) {
+__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int block, int head,
+                                         int token) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
-      "%5}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token)
-      : "memory");
-}
-
-__device__ __forceinline__ void tma_load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head, int token) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %3, %4}], [%2];"
-      ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(head), "r"(token)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(token), "r"(block), "r"(head)
       : "memory");
 }
 
@@ -164,9 +156,9 @@ __device__ __forceinline__ void bulk_store_once(void* to, uint32_t from, uint32_
                : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int dim, int head, int token) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
-               "r"(dim), "r"(head), "r"(token)
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int block, int head, int token) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(0), "r"(token), "r"(block), "r"(head)
                : "memory");
 }
 
@@ -246,12 +238,12 @@ __device__ __forceinline__ void store_async(uint32_t to, int value, uint32_t bar
 }
 
 // To the same place in every CTA of `mask`, each of whose barriers at the same place counts the bytes.
-__device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int dim,
+__device__ __forceinline__ void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int block,
                                                    int head, int token, uint16_t mask) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(dim), "r"(head), "r"(token), "h"(mask)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(0), "r"(token), "r"(block), "r"(head), "h"(mask)
       : "memory");
 }
 

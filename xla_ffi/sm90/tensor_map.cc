@@ -22,32 +22,13 @@ Encode FindEncode() {
 }  // namespace
 
 std::string EncodeTokens(CUtensorMap* map, DType dtype, const void* x, int64_t tokens, int64_t heads,
-                         int64_t head_dim, int box_tokens) {
+                         int64_t head_dim, int box_tokens, int box_blocks) {
   const Encode encode = FindEncode();
   if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled; it needs driver 525 or newer";
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(tokens)};
-  const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};  // bytes
-  const cuuint32_t box[3] = {64, 1, static_cast<cuuint32_t>(box_tokens)};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
-  const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(x), sizes, strides, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return "";
-  return "cuTensorMapEncodeTiled failed with " + std::to_string(result) + " for [" + std::to_string(tokens) + ", " +
-         std::to_string(heads) + ", " + std::to_string(head_dim) + "]";
-}
-
-std::string EncodeTiles(CUtensorMap* map, DType dtype, const void* x, int64_t tokens, int64_t heads,
-                         int64_t head_dim, int box_tokens) {
-  const Encode encode = FindEncode();
-  if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled; it needs driver 525 or newer";
-  const cuuint64_t blocks = static_cast<cuuint64_t>(head_dim / 64);
-  const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(tokens), blocks, static_cast<cuuint64_t>(heads)};
-  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(head_dim * heads * 2), 128, static_cast<cuuint64_t>(head_dim * 2)};  // bytes
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_tokens), static_cast<cuuint32_t>(blocks), 1};
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t sizes[4] = {64, size(tokens), size(head_dim / 64), size(heads)};
+  const cuuint64_t strides[3] = {size(heads * head_dim * 2), 128, size(head_dim * 2)};  // bytes
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_tokens), static_cast<cuuint32_t>(box_blocks), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =

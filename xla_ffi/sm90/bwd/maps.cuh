@@ -18,7 +18,8 @@ struct Maps {
 inline std::string Encode(const BackwardParams& params, Maps* maps) {
   const Shape& shape = params.shape;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, shape.head_dim, kBlockRows);
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, shape.head_dim, kBlockRows,
+                        static_cast<int>(shape.head_dim / kSwizzleColumns));
   };
   std::string error = encode(&maps->query, params.query, shape.query_length(), shape.heads);
   if (error.empty()) error = encode(&maps->d_out, params.d_out, shape.query_length(), shape.heads);

@@ -102,15 +102,15 @@ class Loader {
   __device__ void load_resident(const CUtensorMap* first, const CUtensorMap* second, const Item& item, int token) {
     mbarrier_wait(shared_address(&smem_.resident_empty[stream_]), resident_parity_ ^ 1);
     resident_parity_ ^= 1;
-    if (lane_ != 0) return;
+    if (!elect()) return;
     constexpr int kRowBlocks = kConsumers / Smem::kStreams;
     const uint32_t full = shared_address(&smem_.resident_full[stream_]);
     smem_.items[stream_] = item;
     mbarrier_arrive_expect_tx(full, kRowBlocks * 2 * Smem::kOperandBytes);
     for (int i = 0; i < kRowBlocks; ++i) {
       const uint32_t to = shared_address(smem_.resident[stream_ * kRowBlocks + i]);
-      load_operand(to, first, full, item.head, token + i * kBlockRows);
-      load_operand(to + Smem::kOperandBytes, second, full, item.head, token + i * kBlockRows);
+      tma_load(to, first, full, 0, item.head, token + i * kBlockRows);
+      tma_load(to + Smem::kOperandBytes, second, full, 0, item.head, token + i * kBlockRows);
     }
   }
 
@@ -118,7 +118,7 @@ class Loader {
   __device__ void announce(const Item& item) {
     mbarrier_wait(shared_address(&smem_.resident_empty[stream_]), resident_parity_ ^ 1);
     resident_parity_ ^= 1;
-    if (lane_ != 0) return;
+    if (!elect()) return;
     smem_.items[stream_] = item;
     mbarrier_arrive(shared_address(&smem_.resident_full[stream_]));
   }
@@ -127,13 +127,13 @@ class Loader {
   __device__ void load(const CUtensorMap* map, int head, int token, int note, const float* values = nullptr,
                        int kept = -1) {
     acquire();
-    if (lane_ == 0) {
+    if (elect()) {
       const uint32_t full = shared_address(&smem_.full[stream_][slot_.at]);
       smem_.notes[stream_][slot_.at] = note;
       if (kept >= 0) smem_.kept[stream_][slot_.at] = kept;
       constexpr int kValueBytes = kBlockRows * sizeof(float);
       mbarrier_arrive_expect_tx(full, Smem::kOperandBytes + (values == nullptr ? 0 : kValueBytes));
-      load_operand(shared_address(smem_.ring[stream_][slot_.at]), map, full, head, token);
+      tma_load(shared_address(smem_.ring[stream_][slot_.at]), map, full, 0, head, token);
       if (values != nullptr) {
         bulk_load(shared_address(smem_.row_values[stream_][slot_.at]), values, kValueBytes, full);
       }
@@ -144,7 +144,7 @@ class Loader {
   // One slot: the kept blocks of all consumers of the stream, which adjoin.
   __device__ void load_kept(const void* from) {
     acquire();
-    if (lane_ == 0) {
+    if (elect()) {
       constexpr int kBytes = kConsumers / Smem::kStreams * kKeptBytes;
       static_assert(kBytes <= Smem::kOperandBytes);
       const uint32_t full = shared_address(&smem_.full[stream_][slot_.at]);
@@ -157,7 +157,7 @@ class Loader {
  private:
   __device__ void mark(int note) {
     acquire();
-    if (lane_ == 0) {
+    if (elect()) {
       smem_.notes[stream_][slot_.at] = note;
       mbarrier_arrive(shared_address(&smem_.full[stream_][slot_.at]));
     }
@@ -166,12 +166,6 @@ class Loader {
 
   __device__ void acquire() {
     mbarrier_wait(shared_address(&smem_.empty[stream_][slot_.at]), slot_.parity ^ 1);
-  }
-
-  __device__ void load_operand(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head, int token) {
-    for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-      tma_load(to + block * kColumnBlockBytes, map, barrier, block * kSwizzleColumns, head, token);
-    }
   }
 
   Smem& smem_;
@@ -205,7 +199,6 @@ class Reader {
   __device__ void release(int slot) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stream_][slot]));
-    __syncwarp();  // else the compiler takes the lanes of a loop that this ends to be apart
   }
 
   // The shuffles also see to it that all lanes have the item before the resident rows, and it, are given back.
@@ -219,7 +212,6 @@ class Reader {
   __device__ void release_resident() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.resident_empty[stream_]));
-    __syncwarp();
   }
 
   // Rows past `valid` of a slot become 0.

@@ -258,7 +258,6 @@ class Keeper {
     if (threadIdx.x % kWarpgroup == 0) smem_.stage_notes[consumer_][stage_.at] = note;
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.stage_full[consumer_][stage_.at]));
-    __syncwarp();
     stage_.advance();
   }
 
@@ -276,7 +275,7 @@ __device__ void store_stages(Smem& smem, const Arguments& args, int consumer) {
     mbarrier_wait(shared_address(&smem.stage_full[consumer][stage.at]), stage.parity);
     const int note = uniform(smem.stage_notes[consumer][stage.at]);
     if (note == kStoringEnds) return;
-    if (threadIdx.x % 32 == 0) {
+    if (elect()) {
       if (note >= 0) {
         const uint32_t from = shared_address(smem.stages[consumer][stage.at]);
         bulk_store_once(args.kept + int64_t{note} * kKeptBytes, from, kKeptBytes);

@@ -17,12 +17,13 @@
 //   full[slot]    producer + bytes         K or V of a step is there (consumers)
 //   empty[slot]   one lane of 8 warps      both consumers have read it (producer); in a cluster, those of both CTAs
 //   q_full        producer + bytes         Q of an item is there (consumers)
-//   q_empty       one lane of 8 warps      they have it in registers (producer)
+//   q_empty       one lane of 8 warps      its place is free: they have it in registers, and the output of the item
+//                                          before, which went out through that place, has been read (producer)
 //   mail_full[8]  producer + bytes         a ticket from the cluster's first CTA (the second's producer)
 //   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
 //   own[1..2]     named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: Q 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
+// Shared memory at H = 128: Q, then O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
 //
 // Tiles of 256: a cluster of two CTAs takes a tile, 128 rows each; each loads half of every K and V for both.
 #include "forward.h"
@@ -128,8 +129,7 @@ class Producer {
  private:
   struct Keys {
     int head;   // -1: none yet
-    int token;  // of the first of 128 rows, over batches
-    int count;  // valid rows; 0: nothing to load
+    int token;  // of the first of 128 rows, over batches; -1: nothing to load
   };
 
   // The first CTA's ticket, in every CTA. A mail is not overwritten before it is read: the ring of K and V, which
@@ -167,7 +167,7 @@ class Producer {
     KeyTiles keys;
     if (size > 0) keys = KeyTiles(shape, args_.pairs, batch, head, tile);
     if (keys.tile() == KeyTiles::kNone) {
-      step({kv_head, 0, 0}, true, true);
+      step({kv_head, -1}, Step(0, true, true));
       load_query(item);
     }
     for (bool first = true; keys.tile() != KeyTiles::kNone;) {
@@ -175,7 +175,7 @@ class Producer {
       int left = keys.size();
       keys.next();
       for (; left > 0; left -= kKeys, token += kKeys) {
-        step({kv_head, token, min(left, kKeys)}, first, left <= kKeys && keys.tile() == KeyTiles::kNone);
+        step({kv_head, token}, Step(min(left, kKeys), first, left <= kKeys && keys.tile() == KeyTiles::kNone));
         // Not before: its place becomes free when the item two before is stored, for which K and V up to here are needed.
         if (first) load_query(item);
         first = false;
@@ -185,25 +185,22 @@ class Producer {
 
   __device__ void load_query(const Item& item) {
     mbarrier_wait(shared_address(&smem_.q_empty), items_ & 1 ^ 1);
-    if (lane_ == 0) {
+    if (elect()) {
       const uint32_t full = shared_address(&smem_.q_full);
       smem_.items[items_ % 4] = item;
       mbarrier_arrive_expect_tx(full, sizeof(smem_.query));
       const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token;
       for (int consumer = 0; consumer < kConsumers; ++consumer) {
-        for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-          tma_load(shared_address(smem_.query[consumer][block]), query_, full, block * kSwizzleColumns, item.head,
-                   token + consumer * kConsumerRows);
-        }
+        tma_load(shared_address(smem_.query[consumer]), query_, full, 0, item.head, token + consumer * kConsumerRows);
       }
     }
     ++items_;
   }
 
   // K of this step, then V of the step before: the order in which consumers use them.
-  __device__ void step(const Keys& keys, bool first, bool last) {
+  __device__ void step(const Keys& keys, Step step) {
     acquire();
-    if (lane_ == 0) smem_.steps[slot_.at] = Step(keys.count, first, last);
+    if (lane_ == 0) smem_.steps[slot_.at] = step;
     load(key_, keys);
     if (previous_.head >= 0) load_value();
     previous_ = keys;
@@ -220,18 +217,21 @@ class Producer {
 
   // Each CTA loads its share of the rows, for all.
   __device__ void load(const CUtensorMap* map, const Keys& keys) {
-    if (lane_ == 0) {
+    if (elect()) {
       const uint32_t full = shared_address(&smem_.full[slot_.at]);
-      if (keys.count == 0) {
+      if (keys.token < 0) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect_tx(full, sizeof(smem_.slots[0]));
-        constexpr int kShare = kKeys / kCluster;
-        const int token = keys.token + rank_ * kShare;
-        for (int block = 0; block < Smem::kColumnBlocks; ++block) {
-          const uint32_t to = shared_address(smem_.slots[slot_.at][block]) + rank_ * kShare * 128;
-          if (kCluster == 1) tma_load(to, map, full, block * kSwizzleColumns, keys.head, token);
-          else tma_load_multicast(to, map, full, block * kSwizzleColumns, keys.head, token, (1 << kCluster) - 1);
+        const uint32_t to = shared_address(smem_.slots[slot_.at]);
+        if (kCluster == 1) {
+          tma_load(to, map, full, 0, keys.head, keys.token);
+        } else {
+          const int first = rank_ * (kKeys / kCluster);
+          for (int block = 0; block < Smem::kColumnBlocks; ++block) {
+            tma_load_multicast(to + block * Smem::kKeyBlockBytes + first * 128, map, full, block, keys.head,
+                               keys.token + first, (1 << kCluster) - 1);
+          }
         }
       }
     }
@@ -246,7 +246,7 @@ class Producer {
   Cursor<Smem::kSlots> slot_;
   uint32_t items_ = 0;  // whose Q was asked for
   Cursor<kMails> mail_;
-  Keys previous_{-1, 0, 0};
+  Keys previous_{-1, 0};
 };
 
 template <class T, int kHeadDim, int kCluster>
@@ -476,14 +476,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class T, int kHeadDim, int kCluster>
 std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
+  constexpr int kBlocks = kHeadDim / kSwizzleColumns;
+  constexpr int kKeyBlocks = kCluster == 1 ? kBlocks : 1;  // a share of a slot's rows does not adjoin over blocks
   CUtensorMap query, key, value, out;
-  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int box) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, box);
+  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int tokens, int blocks) {
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, tokens, blocks);
   };
-  std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows);
-  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster);
-  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster);
-  if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kWarpRows);
+  std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kConsumerRows, kBlocks);
+  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kKeys / kCluster, kKeyBlocks);
+  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kKeys / kCluster, kKeyBlocks);
+  if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kWarpRows, 1);
   if (!error.empty()) return error;
   const Arguments args{shape,
                        params.pairs,

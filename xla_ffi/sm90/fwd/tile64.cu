@@ -63,7 +63,7 @@ struct Arguments {
 // What a consumer finds in its queue, in one word: a query tile to begin with, then the steps it keeps.
 class Entry {
  public:
-  Entry() = default;
+  __device__ Entry() : word_(0) {}  // none
   template <int kSlots>
   __device__ static Entry Query(const Cursor<kSlots>& slot, bool last) {  // last: it has no keys
     return Entry(slot.at << 8 | slot.parity << 16 | kQuery | (last ? kLast : 0));
@@ -76,6 +76,7 @@ class Entry {
   __device__ explicit Entry(int word) : word_(word) {}
 
   __device__ int word() const { return word_; }
+  __device__ bool none() const { return word_ == 0; }
   __device__ int keys() const { return word_ & 0xff; }  // valid slots of the key tile
   __device__ int key_slot() const { return word_ >> 8 & 0xf; }
   __device__ int value_slot() const { return word_ >> 12 & 0xf; }
@@ -166,7 +167,7 @@ class Producer {
   __device__ void load(const CUtensorMap* map, int head, int token) {
     const uint32_t full = full_ + slot_.at * 8;
     mbarrier_arrive_expect_tx(full, sizeof(typename Smem::Tile));
-    tma_load_tile(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, head, token);
+    tma_load(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, 0, head, token);
   }
 
   Smem& smem_;
@@ -311,9 +312,9 @@ class Consumer {
     // Without this ptxas 13.0 lets `weights` overwrite query_: it is loaded under a condition, and read in a loop.
     for (uint32_t& word : query_) word = 0;
     while (true) {
-      if (!known_) wait_entry();
+      if (next_.none()) wait_entry();
       const Entry entry = next_;
-      known_ = false;
+      next_ = Entry();
       if (entry.end()) return;
       if (entry.query()) {
         take_query(entry);
@@ -333,7 +334,6 @@ class Consumer {
 
   __device__ __forceinline__ void read_entry() {
     next_ = Entry(load_shared(queue_ + entry_.at * 4));
-    known_ = true;
     entry_.advance();
   }
   __device__ __forceinline__ void wait_entry() {
@@ -426,8 +426,7 @@ class Consumer {
   const int index_;
   const uint32_t queued_, queue_, keys_, values_;
   Cursor<kEntries> entry_;
-  Entry next_;
-  bool known_ = false;  // whether next_ is
+  Entry next_;  // none until it is known
   Part part_;
   RowStatistics rows_;
   float out_[kHeadDim / 2];
@@ -476,7 +475,7 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
   CUtensorMap query, key, value;
   const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTiles(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kTile);
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kTile, kHeadDim / kSwizzleColumns);
   };
   std::string error = encode(&query, params.query, shape.query_length(), shape.heads);
   if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads);
