@@ -485,6 +485,21 @@ class ImplementationContract:
       ulps = rounding if a.dtype == jnp.float32 and name.startswith("d_") else 0
       assert_close(a, r, t, ulps=ulps, name=name)
 
+  @pytest.mark.parametrize("growth", [(0, 14, 15, 150, 40), (150, 40, 15, 14, 0)])
+  def test_logits_that_grow_from_tile_to_tile(self, growth: tuple[int, ...]) -> None:
+    """By a factor of e**14 or e**150 in the weights: what was summed before is rescaled, never lost or infinite."""
+    inputs, size = self.inputs("plain"), self.shapes[0][0]
+    inputs = inputs._replace(
+      query=inputs.query.at[..., 0].set(8),
+      key=inputs.key.at[..., 0].set(jnp.repeat(jnp.asarray(growth), size)[:, None]),
+    )
+    got = self.run(inputs, scale=0.125)
+    want, twin = run_reference(inputs, scale=0.125), run_twin(inputs, scale=0.125)
+    rounding = 2 + 1.5 * np.abs(want.lse).max()  # of the LSE to float32, in the backward
+    for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
+      ulps = rounding if a.dtype == jnp.float32 and name.startswith("d_") else 0
+      assert_close(a, r, t, ulps=ulps, name=name)
+
   def test_empty_batch(self) -> None:
     """B = 0: results of the right shapes, gradients too."""
     got = self.run(jax.tree.map(lambda x: x[:0], self.inputs()))
