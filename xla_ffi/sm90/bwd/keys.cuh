@@ -48,16 +48,17 @@ class KeyConsumer {
       wgmma_fence();
       multiply_columns<T, kHeadDim>(d_weights_, value, reader_.operand(d_out_slot));
 
+      const ColumnValues lse(reader_.row_values(query_slot));  // loads would not pass the wait by themselves
       wgmma_wait<1>();
       pin(logits_);
-      weigh(reader_.row_values(query_slot), queries);
+      weigh(lse, queries);
       pack_all<T>(weights_, logits_);
       wgmma_fence();
       multiply_rows<T, kHeadDim>(d_value_, weights_, reader_.operand(d_out_slot));
 
       wgmma_wait<1>();
       pin(d_weights_);
-      differentiate(reader_.row_values(d_out_slot));
+      differentiate(ColumnValues(reader_.row_values(d_out_slot)));  // before the wait there are no registers for it
       pack_all<T>(d_logits_, d_weights_);
       wgmma_fence();
       multiply_rows<T, kHeadDim>(d_key_, d_logits_, reader_.operand(query_slot));
@@ -103,11 +104,22 @@ class KeyConsumer {
  private:
   static constexpr int kHeadDim = Smem::kHeadDim;
 
+  // Of values for 64 columns, those that this thread needs.
+  struct ColumnValues {
+    float2 of[kBlockRows / 8];  // of accumulators 4 * i .. 4 * i + 3
+    __device__ __forceinline__ explicit ColumnValues(const float* values) {
+#pragma unroll
+      for (int i = 0; i < kBlockRows / 8; ++i) {
+        of[i] = *reinterpret_cast<const float2*>(values + accumulator_column(4 * i));
+      }
+    }
+  };
+
   // Logits become weights.
-  __device__ void weigh(const float* lse, int queries) {
+  __device__ void weigh(const ColumnValues& lse, int queries) {
 #pragma unroll
     for (int i = 0; i < kBlockRows / 2; i += 4) {
-      const float2 offset = *reinterpret_cast<const float2*>(lse + accumulator_column(i));
+      const float2 offset = lse.of[i / 4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         logits_[i + j] = exp2_approx(fmaf(logits_[i + j], scale_log2_, -(j % 2 ? offset.y : offset.x)));
@@ -122,10 +134,10 @@ class KeyConsumer {
   }
 
   // The gradients of the weights become those of the logits.
-  __device__ void differentiate(const float* delta) {
+  __device__ void differentiate(const ColumnValues& delta) {
 #pragma unroll
     for (int i = 0; i < kBlockRows / 2; i += 4) {
-      const float2 mean = *reinterpret_cast<const float2*>(delta + accumulator_column(i));
+      const float2 mean = delta.of[i / 4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) d_weights_[i + j] = logits_[i + j] * (d_weights_[i + j] - (j % 2 ? mean.y : mean.x));
     }

@@ -225,6 +225,7 @@ class Keeper {
 
   // Gradients [64 keys, 64 queries] as A of wgmma; rows past `valid` become 0.
   __device__ void keep(const uint32_t (&d_logits)[kBlockRows / 4], int slot, int valid) {
+    const int block = reader_.kept(slot) + reader_.row_block() * static_cast<int>(args_.shape.tile_size / kBlockRows);
     wait();
     const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const uint32_t stage = shared_address(smem_.stages[consumer_][stage_.at]);
@@ -236,7 +237,7 @@ class Keeper {
                low ? x[2] : 0, high ? x[3] : 0);
     }
     fence_proxy_async();
-    say(reader_.kept(slot) + reader_.row_block() * static_cast<int>(args_.shape.tile_size / kBlockRows));
+    say(block);
   }
 
   // This consumer is done with an item; or with all.
