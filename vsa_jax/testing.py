@@ -294,6 +294,14 @@ def assert_close(actual: Any, reference: Any, twin: Any, *, name: str, ulps: flo
     assert 1 - a @ r / norms <= max(1e-9, 4 * ulp**2), f"{name}: direction differs"
 
 
+def assert_close_at_large_logits(got: Results, want: Results, twin: Results) -> None:
+  """All results close, where the LSE is far from 0: the backward makes its weights from it, rounded to float32."""
+  rounding = 2 + 1.5 * np.abs(want.lse[np.isfinite(want.lse)]).max()
+  for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
+    ulps = rounding if a.dtype == jnp.float32 and name.startswith("d_") else 0
+    assert_close(a, r, t, ulps=ulps, name=name)
+
+
 def assert_alike(actual: Any, expected: Any, *, name: str = "") -> None:
   """Two results of one implementation, by two programs: apart by rounding at most.
 
@@ -479,11 +487,7 @@ class ImplementationContract:
       key=padded(inputs.key / jnp.asarray(shift, dtype) + 1, inputs.tile_sizes, 0),
     )
     got, want, twin = self.run(big), run_reference(big), run_twin(big)
-    # The backward makes its weights from an LSE that is rounded to float32.
-    rounding = 2 + 1.5 * np.abs(want.lse[np.isfinite(want.lse)]).max()
-    for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
-      ulps = rounding if a.dtype == jnp.float32 and name.startswith("d_") else 0
-      assert_close(a, r, t, ulps=ulps, name=name)
+    assert_close_at_large_logits(got, want, twin)
 
   @pytest.mark.parametrize("growth", [(0, 14, 15, 150, 40), (150, 40, 15, 14, 0)])
   def test_logits_that_grow_from_tile_to_tile(self, growth: tuple[int, ...]) -> None:
@@ -495,10 +499,7 @@ class ImplementationContract:
     )
     got = self.run(inputs, scale=0.125)
     want, twin = run_reference(inputs, scale=0.125), run_twin(inputs, scale=0.125)
-    rounding = 2 + 1.5 * np.abs(want.lse).max()  # of the LSE to float32, in the backward
-    for name, a, r, t in zip(Results._fields, got, want, twin, strict=True):
-      ulps = rounding if a.dtype == jnp.float32 and name.startswith("d_") else 0
-      assert_close(a, r, t, ulps=ulps, name=name)
+    assert_close_at_large_logits(got, want, twin)
 
   def test_empty_batch(self) -> None:
     """B = 0: results of the right shapes, gradients too."""

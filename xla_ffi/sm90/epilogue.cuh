@@ -47,9 +47,9 @@ __device__ __forceinline__ void store_row(T* row, const float (&accumulators)[kC
 // leaves its 16 rows there, and its first lane has TMA store them at `token` of `head`. The stores are committed;
 // before those blocks are written again, tma_store_wait_read.
 template <class T, int kBlockBytes, int kCount>
-__device__ __forceinline__ void store_rows(const CUtensorMap* map, uint8_t* blocks, int head, int token,
-                                           const float (&accumulators)[kCount], const float (&factor)[2],
-                                           const bool (&valid)[2]) {
+__device__ __forceinline__ void store_rows_by_tma(const CUtensorMap* map, uint8_t* blocks, int head, int token,
+                                                  const float (&accumulators)[kCount], const float (&factor)[2],
+                                                  const bool (&valid)[2]) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x % 128 / 32 * 16;
   const uint32_t to = shared_address(blocks), row = (warp_row + lane % 16) * 128;
 #pragma unroll

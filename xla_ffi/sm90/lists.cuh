@@ -4,10 +4,9 @@
 #include <cstdint>
 
 #include "../params.h"
+#include "ptx.cuh"
 
 namespace vsa::sm90 {
-
-constexpr unsigned kWholeWarp = 0xffffffff;
 
 // The kept key tiles that have valid slots, in list order: the prefix tiles, then the listed ones; all tiles for a
 // dense row. All methods are for a whole warp, in step.

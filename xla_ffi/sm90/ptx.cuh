@@ -8,6 +8,8 @@
 
 namespace vsa::sm90 {
 
+constexpr unsigned kWholeWarp = 0xffffffff;
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -79,7 +81,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 }
 
 // Whether the phase is over, at once.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
@@ -118,13 +120,13 @@ __device__ __forceinline__ bool elect() {
   return elected;
 }
 
-// TMA of a box, as tensor_map.h lays the maps out: from block `block` of 64 columns and row `token`, over batches, on.
+// TMA of a box, as tensor_map.h lays the maps out: from row `token`, over batches, and block `block` of 64 columns, or
+// the first, on.
 
-__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int block, int head,
-                                         int token) {
+__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head, int token) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(token), "r"(block), "r"(head)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(token), "r"(head)
       : "memory");
 }
 
@@ -180,8 +182,15 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and has elements
-// 2 * (l % 4) and the next of row l / 4 of each.
+// Four 8x8 matrices of 16-bit elements, from or to shared memory; lane l gives the address of row l % 8 of matrix l / 8,
+// and has elements 2 * (l % 4) and the next of row l / 4 of each.
+__device__ __forceinline__ void ldmatrix(uint32_t* to, uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
 __device__ __forceinline__ void stmatrix(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d)
@@ -201,7 +210,7 @@ __device__ __forceinline__ void await(const int* counter, int count) {
   while (true) {
     int seen;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    if (__all_sync(0xffffffff, seen >= count)) break;  // a vote, so that the compiler sees one way out
+    if (__all_sync(kWholeWarp, seen >= count)) break;  // a vote, so that the compiler sees one way out
     __nanosleep(100);
   }
   asm volatile("fence.proxy.async;" ::: "memory");

@@ -2,9 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-
-#include "lists.cuh"
 #include "ptx.cuh"
 
 namespace vsa::sm90 {
@@ -25,18 +22,21 @@ __device__ __forceinline__ float across_row(float x, Combine combine) {
 }
 
 // A row's weights are relative to an offset, which any logit near the largest will do for: weights are floating-point
-// numbers. The first step of a row takes its largest logit; a later step trusts the offset it finds, and looks at the sum
-// of its weights afterwards. So most steps need no maxima, no shuffles, and rescale nothing.
+// numbers. Steps take the largest logit until every row of the warp has seen a finite one, the first step as a rule;
+// a later step trusts the offset it finds, and looks at the sum of its weights afterwards. So most steps need no
+// maxima, no shuffles, and rescale nothing.
 constexpr float kLargeSum = 0x1p15f;  // of a lane's weights: then the offset grows; each is still a finite float16
 constexpr float kLostSum = 0x1p100f;  // weights may have overflowed
+
+// Rows of a warp decide together, so padded rows of Q must hold no logits of their own: their Q is made 0.
 
 // Of the two rows a thread has a part of. Invariant: `offset` (base 2, -inf before any finite logit) is the same in all
 // four lanes of a row; `total` is the sum of exp2(scale_log2 * logit - offset) over this lane's columns alone.
 struct RowStatistics {
-  static constexpr int kParts = 4;  // chains of maxima or sums of a row: one would wait for itself
+  static constexpr int kParts = 4;  // chains of maxima or sums of a row; one measured the same
 
   float offset[2], total[2], factor[2];
-  bool trusted;   // every row of this warp has an offset
+  bool trusted;   // the next step takes no maxima: every row has an offset, not known to be far too small
   bool rescales;  // whether any factor of this warp is not 1
 
   __device__ __forceinline__ void reset() {

@@ -25,9 +25,9 @@ std::string EncodeTokens(CUtensorMap* map, DType dtype, const void* x, int64_t t
                          int64_t head_dim, int box_tokens, int box_blocks) {
   const Encode encode = FindEncode();
   if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled; it needs driver 525 or newer";
-  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const cuuint64_t sizes[4] = {64, size(tokens), size(head_dim / 64), size(heads)};
-  const cuuint64_t strides[3] = {size(heads * head_dim * 2), 128, size(head_dim * 2)};  // bytes
+  const auto u64 = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t sizes[4] = {64, u64(tokens), u64(head_dim / 64), u64(heads)};
+  const cuuint64_t strides[3] = {u64(heads * head_dim * 2), 128, u64(head_dim * 2)};  // bytes
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_tokens), static_cast<cuuint32_t>(box_blocks), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const auto type = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;

@@ -5,7 +5,7 @@
 // accumulators of one product, rounded, are the A operand of the next.
 //
 // In shared memory an operand is made of 128-byte rows of 64 elements with the 128-byte swizzle, in blocks of
-// any number of rows (TMA boxes [64, 1, rows]); blocks start at multiples of 1024 bytes. A matrix stored as
+// any number of rows (TMA boxes of tensor_map.h); blocks start at multiples of 1024 bytes. A matrix stored as
 // [rows, columns] can enter with its columns as the K dimension ("K-major") or with its rows as K ("MN-major").
 #pragma once
 
@@ -154,52 +154,60 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t*
 #undef VSA_SS
 #undef VSA_RS
 
+// Where 16 bytes of a row lie in swizzled blocks.
+template <int kBlockBytes>
+__device__ __forceinline__ uint32_t swizzled(const void* blocks, int row, int chunk) {
+  return shared_address(blocks) + chunk / 8 * kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+}
+
 // Rows 16 * warp .. + 15 and columns 16 * k .. + 15 of a matrix [64 rows, columns] in swizzled blocks: the A operand
 // of a K step, in registers.
 template <int kBlockBytes>
 __device__ __forceinline__ void load_a(uint32_t* a, const void* blocks, int k) {
   const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const int chunk = 2 * k + lane / 16;  // of 16 bytes
-  const uint32_t address =
-      shared_address(blocks) + chunk / 8 * kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
+  ldmatrix(a, swizzled<kBlockBytes>(blocks, threadIdx.x % 128 / 32 * 16 + lane % 16, 2 * k + lane / 16));
 }
 
-// D = A B^T as wgmma would leave it, by a warp alone with mma.sync: A in registers, as `load_a` loads it, kSteps * 16
-// columns; B's 2 * kCount rows in swizzled blocks. Slow: for what happens rarely, and not in all warps of a warpgroup.
+// Makes the rows from `first` on 0, of K steps in registers.
+template <int kCount>
+__device__ __forceinline__ void clear_a(uint32_t (&a)[kCount], int first) {
+  if (first >= 64) return;
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (row + i % 2 * 8 >= first) a[i] = 0;
+  }
+}
+
+// D[16, 8] += A[16, 16] B[16, 8] by one warp.
+template <class T>
+__device__ __forceinline__ void mma(float* d, const uint32_t* a, const uint32_t* b) {
+#define VSA_MMA(type)                                                                                             \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "  \
+               "{%8, %9}, {%0, %1, %2, %3};"                                                                       \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (std::is_same_v<T, __half>) VSA_MMA("f16");
+  else VSA_MMA("bf16");
+#undef VSA_MMA
+}
+
+// D = A B^T as wgmma would leave it, by a warp alone: A in registers, as `load_a` loads it, kSteps * 16 columns; B's
+// 2 * kCount rows in swizzled blocks. Slow: for what happens rarely, and not in all warps of a warpgroup.
 template <class T, int kBlockBytes, int kSteps, int kCount>
-__device__ __forceinline__ void multiply_in_warp(float (&d)[kCount], const uint32_t (&a)[4 * kSteps], const void* blocks) {
+__device__ __forceinline__ void multiply_in_warp(float (&d)[kCount], const uint32_t (&a)[4 * kSteps],
+                                                 const void* blocks) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) d[i] = 0;
 #pragma unroll
-  for (int row_base = 0; row_base < 2 * kCount; row_base += 16) {
+  for (int row = 0; row < 2 * kCount; row += 16) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const int row = row_base + lane / 16 * 8 + lane % 8, chunk = 2 * k + lane / 8 % 2;
-      const uint32_t address = shared_address(blocks) + chunk / 8 * kBlockBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
       uint32_t b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                   : "r"(address)
-                   : "memory");
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float* const c = d + row_base / 2 + half * 4;
-#define VSA_MMA(type)                                                                                                  \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "       \
-               "{%8, %9}, {%0, %1, %2, %3};"                                                                            \
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
-               : "r"(a[4 * k]), "r"(a[4 * k + 1]), "r"(a[4 * k + 2]), "r"(a[4 * k + 3]), "r"(b[2 * half]),               \
-                 "r"(b[2 * half + 1]))
-        if constexpr (std::is_same_v<T, __half>) VSA_MMA("f16");
-        else VSA_MMA("bf16");
-#undef VSA_MMA
-      }
+      ldmatrix(b, swizzled<kBlockBytes>(blocks, row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      mma<T>(d + row / 2, a + 4 * k, b);
+      mma<T>(d + row / 2 + 4, a + 4 * k, b + 2);
     }
   }
 }

@@ -15,16 +15,17 @@ struct Timing {
 };
 
 struct Clocks {
-  uint64_t sm, cycles, nanoseconds;
+  uint32_t sm;
+  uint64_t cycles, nanoseconds;
 };
 
 static __global__ void ReadClocks(Clocks* to) {
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(*reinterpret_cast<uint32_t*>(&to->sm)));
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(to->sm));
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(to->cycles));
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(to->nanoseconds));
 }
 
-// Between two moments of the default stream.
+// An SM's clock between two moments of the default stream.
 class ClockRate {
  public:
   ClockRate() { Check(cudaMallocHost(&clocks_, 2 * sizeof(Clocks)), "clocks"); }
@@ -34,7 +35,7 @@ class ClockRate {
   // NaN if the two were not read on one SM.
   double mhz() const {
     Check(cudaDeviceSynchronize(), "clocks");
-    if (static_cast<uint32_t>(clocks_[0].sm) != static_cast<uint32_t>(clocks_[1].sm)) return NAN;
+    if (clocks_[0].sm != clocks_[1].sm) return NAN;
     return 1e3 * (clocks_[1].cycles - clocks_[0].cycles) / (clocks_[1].nanoseconds - clocks_[0].nanoseconds);
   }
 
@@ -66,6 +67,7 @@ Timing Time(double seconds, Call call, bool bursts = true) {
   const auto start = std::chrono::steady_clock::now();
   const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   ClockRate rate;
+  rate.begin();
   bool half = false;
   while (elapsed() < seconds) {
     if (!half && elapsed() > seconds / 2) {

@@ -11,7 +11,7 @@
 namespace vsa::sm90 {
 
 struct Maps {
-  CUtensorMap query, d_out, key, value;  // boxes of kBlockRows tokens
+  CUtensorMap query, d_out, key, value;  // boxes of kBlockRows tokens, all columns
 };
 
 // Returns why not, or "".

@@ -109,8 +109,8 @@ class Loader {
     mbarrier_arrive_expect_tx(full, kRowBlocks * 2 * Smem::kOperandBytes);
     for (int i = 0; i < kRowBlocks; ++i) {
       const uint32_t to = shared_address(smem_.resident[stream_ * kRowBlocks + i]);
-      tma_load(to, first, full, 0, item.head, token + i * kBlockRows);
-      tma_load(to + Smem::kOperandBytes, second, full, 0, item.head, token + i * kBlockRows);
+      tma_load(to, first, full, item.head, token + i * kBlockRows);
+      tma_load(to + Smem::kOperandBytes, second, full, item.head, token + i * kBlockRows);
     }
   }
 
@@ -133,7 +133,7 @@ class Loader {
       if (kept >= 0) smem_.kept[stream_][slot_.at] = kept;
       constexpr int kValueBytes = kBlockRows * sizeof(float);
       mbarrier_arrive_expect_tx(full, Smem::kOperandBytes + (values == nullptr ? 0 : kValueBytes));
-      tma_load(shared_address(smem_.ring[stream_][slot_.at]), map, full, 0, head, token);
+      tma_load(shared_address(smem_.ring[stream_][slot_.at]), map, full, head, token);
       if (values != nullptr) {
         bulk_load(shared_address(smem_.row_values[stream_][slot_.at]), values, kValueBytes, full);
       }

@@ -23,7 +23,7 @@
 //   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
 //   own[1..2]     named, 128 threads       one consumer's threads
 //
-// Shared memory at H = 128: Q, then O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers and notes.
+// Shared memory at H = 128: Q, then O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers, steps, items and mails.
 //
 // Tiles of 256: a cluster of two CTAs takes a tile, 128 rows each; each loads half of every K and V for both.
 #include "forward.h"
@@ -52,7 +52,6 @@ struct Arguments {
   Shape shape;
   Pairs pairs;
   float scale_log2;
-  void* out;
   float* lse;
   int* ticket;  // 0 at launch
   int items;  // 128 rows for each CTA of a cluster
@@ -100,7 +99,7 @@ struct Shared {
   Item items[4];       // the last ones whose Q was loaded, in turns
 };
 
-template <class T, int kHeadDim, int kCluster>
+template <int kHeadDim, int kCluster>
 class Producer {
  public:
   using Smem = Shared<kHeadDim>;
@@ -144,7 +143,7 @@ class Producer {
     } else {
       if (lane_ == 0) mbarrier_arrive_expect_tx(full, sizeof(int));
       mbarrier_wait(full, mail_.parity);
-      ticket = *static_cast<volatile int*>(&smem_.mails[mail_.at]);
+      ticket = load_shared(mail);
     }
     mail_.advance();
     return ticket;
@@ -191,7 +190,7 @@ class Producer {
       mbarrier_arrive_expect_tx(full, sizeof(smem_.query));
       const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token;
       for (int consumer = 0; consumer < kConsumers; ++consumer) {
-        tma_load(shared_address(smem_.query[consumer]), query_, full, 0, item.head, token + consumer * kConsumerRows);
+        tma_load(shared_address(smem_.query[consumer]), query_, full, item.head, token + consumer * kConsumerRows);
       }
     }
     ++items_;
@@ -200,7 +199,7 @@ class Producer {
   // K of this step, then V of the step before: the order in which consumers use them.
   __device__ void step(const Keys& keys, Step step) {
     acquire();
-    if (lane_ == 0) smem_.steps[slot_.at] = step;
+    if (elect()) smem_.steps[slot_.at] = step;
     load(key_, keys);
     if (previous_.head >= 0) load_value();
     previous_ = keys;
@@ -225,7 +224,7 @@ class Producer {
         mbarrier_arrive_expect_tx(full, sizeof(smem_.slots[0]));
         const uint32_t to = shared_address(smem_.slots[slot_.at]);
         if (kCluster == 1) {
-          tma_load(to, map, full, 0, keys.head, keys.token);
+          tma_load(to, map, full, keys.head, keys.token);
         } else {
           const int first = rank_ * (kKeys / kCluster);
           for (int block = 0; block < Smem::kColumnBlocks; ++block) {
@@ -314,6 +313,7 @@ class Consumer {
     for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
     const Step step = step_;
     if (next_.end()) {
+      if (holds_query_) release_query();
       take_turn();
       pin(out_);
       wgmma_fence();
@@ -335,7 +335,7 @@ class Consumer {
     give_turn();
     const int key_slot = key_slot_;
     step_ = next_;
-    if (storing_) give_place();
+    if (holds_query_) release_query();
     look_ahead();  // in the shade of the products
     wgmma_wait<1>();
     pin(logits_);
@@ -353,25 +353,28 @@ class Consumer {
     return true;
   }
 
-  // The next item's Q, into registers. Its place then takes the output of the item before, and only after that goes back.
+  // The next item's Q, into registers. Its place then takes the output of the item before, and only after that goes back;
+  // that of the first item at once.
   __device__ void take_query() {
-    if (storing_) give_place();
+    if (holds_query_) release_query();
     mbarrier_wait(shared_address(&smem_.q_full), items_taken_ & 1);
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       load_a<Smem::kQueryBlockBytes>(query_ + 4 * k, smem_.query[index_], k);
     }
+    clear_a(query_, smem_.items[items_taken_ % 4].valid - index_ * kConsumerRows);
     fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     __syncwarp();
-    if (items_taken_++ == 0) give_place();
+    if (items_taken_++ == 0) release_query();
   }
 
-  __device__ void give_place() {
-    storing_ = false;
+  __device__ void release_query() {
+    holds_query_ = false;
     if (threadIdx.x % 32 == 0) {
       tma_store_wait_read();
       mbarrier_arrive(shared_address(&smem_.q_empty));
     }
+    __syncwarp();
   }
 
   __device__ void release(int slot) {
@@ -421,8 +424,8 @@ class Consumer {
       if (threadIdx.x % 4 == 0) lse[row] = valid[pair] ? row_lse : -INFINITY;
     }
     const int token = item.batch * static_cast<int>(shape.query_length()) + item.token + index_ * kConsumerRows;
-    store_rows<T, Smem::kQueryBlockBytes>(out_map_, smem_.query[index_][0], item.head, token, out_, norm, valid);
-    storing_ = true;
+    store_rows_by_tma<T, Smem::kQueryBlockBytes>(out_map_, smem_.query[index_][0], item.head, token, out_, norm, valid);
+    holds_query_ = true;
   }
 
   Smem& smem_;
@@ -431,7 +434,7 @@ class Consumer {
   const int index_;
   Cursor<Smem::kSlots> slot_;
   uint32_t items_taken_ = 0, items_stored_ = 0;
-  bool storing_ = false;  // Q's place is still to be given back
+  bool holds_query_ = false;  // an output lies in Q's place
   Step step_, next_;
   int key_slot_;                      // K of next_
   int value_slot_, next_value_slot_;  // V of the step whose product may be running, and of step_
@@ -465,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
-    if (threadIdx.x < 32) Producer<T, kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
+    if (threadIdx.x < 32) Producer<kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
   } else {
     setmaxnreg_inc<232>();
     Consumer<T, kHeadDim, kCluster>(smem, args, &out, warpgroup - 1).run();
@@ -490,7 +493,6 @@ std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Arguments args{shape,
                        params.pairs,
                        static_cast<float>(params.scale * kLog2E),
-                       params.out,
                        static_cast<float*>(params.lse),
                        static_cast<int*>(params.workspace),
                        static_cast<int>(shape.batch * shape.heads * (shape.query_length() / kRows / kCluster))};

@@ -28,7 +28,9 @@
 //   own[1..3]                 named, 128 threads          one consumer's threads
 //
 // Shared memory at H = 128: seven slots for Q and K and seven for V of 16 KB, 224 KB; then barriers and queues. A queue's 16
-// entries are enough since each but the last holds a slot of K until its consumer has read it.
+// entries are enough since each but the end holds a slot of K until its consumer has read it.
+#include <cstddef>
+
 #include "forward.h"
 
 #include "../epilogue.cuh"
@@ -91,7 +93,7 @@ class Entry {
   int word_;
 };
 
-struct Part {
+struct QueryTile {
   int batch, head, tile;
   int valid;  // rows that count; the rest give 0
 };
@@ -109,7 +111,7 @@ struct Shared {
   uint64_t queued[kConsumers][kEntries];
   uint64_t mail_full[kMails], mail_empty[kMails];
   int queues[kConsumers][kEntries];
-  Part parts[kSlots];  // of the slots that hold Q
+  QueryTile query_tiles[kSlots];  // of the slots that hold Q
   int mails[kMails];
 };
 
@@ -167,7 +169,7 @@ class Producer {
   __device__ void load(const CUtensorMap* map, int head, int token) {
     const uint32_t full = full_ + slot_.at * 8;
     mbarrier_arrive_expect_tx(full, sizeof(typename Smem::Tile));
-    tma_load(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, 0, head, token);
+    tma_load(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, head, token);
   }
 
   Smem& smem_;
@@ -190,9 +192,9 @@ class KeyProducer : Producer<kHeadDim> {
   __device__ void run() {
     for (int ticket = blockIdx.x;;) {
       tell(ticket);
-      if (ticket >= this->args_.items) break;
+      if (ticket >= args_.items) break;
       int next = 0;
-      if (this->lane_ == 0) next = gridDim.x + atomicAdd(this->args_.ticket, 1);
+      if (lane_ == 0) next = gridDim.x + atomicAdd(args_.ticket, 1);
       item(ticket);
       ticket = __shfl_sync(kWholeWarp, next, 0);
     }
@@ -200,21 +202,23 @@ class KeyProducer : Producer<kHeadDim> {
   }
 
  private:
+  using Base::acquire, Base::args_, Base::full_, Base::kv_head, Base::lane_, Base::load, Base::mail_, Base::merged;
+  using Base::size_of_lane, Base::slot_, Base::smem_, Base::token;
+
   // The other producer of a ticket.
   __device__ void tell(int ticket) {
-    auto& mail = this->mail_;
-    mbarrier_wait(shared_address(&this->smem_.mail_empty[mail.at]), mail.parity ^ 1);
+    mbarrier_wait(shared_address(&smem_.mail_empty[mail_.at]), mail_.parity ^ 1);
     if (elect()) {
-      this->smem_.mails[mail.at] = ticket;
-      mbarrier_arrive(shared_address(&this->smem_.mail_full[mail.at]));
+      smem_.mails[mail_.at] = ticket;
+      mbarrier_arrive(shared_address(&smem_.mail_full[mail_.at]));
     }
-    mail.advance();
+    mail_.advance();
   }
 
   __device__ void item(int ticket) {
-    const Group group(this->args_.shape, ticket);
-    const int size = this->size_of_lane(group);
-    auto keys = this->merged(group, size);
+    const Group group(args_.shape, ticket);
+    const int size = size_of_lane(group);
+    auto keys = merged(group, size);
     const unsigned listed = keys.with_more();
 #pragma unroll
     for (int i = 0; i < kConsumers; ++i) {
@@ -222,36 +226,38 @@ class KeyProducer : Producer<kHeadDim> {
       if (tile >= group.limit) break;
       const bool any = listed >> i & 1;
       const int valid = __shfl_sync(kWholeWarp, size, i);
-      this->acquire(1 << i);
+      acquire(1 << i);
       if (elect()) {
-        this->smem_.parts[this->slot_.at] = {group.batch, group.head, tile, valid};
-        if (any) this->load(query_, group.head, (group.batch * static_cast<int>(this->args_.shape.query_tiles) + tile) * kTile);
-        else mbarrier_arrive(this->full_ + this->slot_.at * 8);
+        smem_.query_tiles[slot_.at] = {group.batch, group.head, tile, valid};
+        if (any) load(query_, group.head, (group.batch * static_cast<int>(args_.shape.query_tiles) + tile) * kTile);
+        else mbarrier_arrive(full_ + slot_.at * 8);
       }
-      const Entry entry = Entry::Query(this->slot_, !any);
+      const Entry entry = Entry::Query(slot_, !any);
       push(1 << i, entry, entry, 0);
-      this->slot_.advance();
+      slot_.advance();
     }
-    const int head = this->kv_head(group);
+    const int head = kv_head(group);
     while (keys.left()) {
-      const int token = this->token(group, keys.tile()), count = keys.size();
+      const int first = token(group, keys.tile()), count = keys.size();
       const unsigned mask = keys.with_tile();
       keys.next();
-      this->acquire(mask);
-      if (elect()) this->load(key_, head, token);
-      push(mask, Entry::Keys(count, this->slot_, value_slot_, false), Entry::Keys(count, this->slot_, value_slot_, true),
+      acquire(mask);
+      if (elect()) load(key_, head, first);
+      // A consumer told sooner could take the round before of V's slot, if that is still to come, for this one.
+      mbarrier_wait(shared_address(&smem_.values.empty[value_slot_.at]), value_slot_.parity ^ 1);
+      push(mask, Entry::Keys(count, slot_, value_slot_, false), Entry::Keys(count, slot_, value_slot_, true),
            keys.with_more());
-      this->slot_.advance();
+      slot_.advance();
       value_slot_.advance();
     }
   }
 
   // Lane i puts an entry into the queue of consumer i of `mask`: another for those who have no more.
   __device__ void push(unsigned mask, Entry entry, Entry last, unsigned more) {
-    if (mask >> this->lane_ & 1) {
+    if (mask >> lane_ & 1) {
       const int at = pushed_++ % kEntries;
-      this->smem_.queues[this->lane_][at] = (more >> this->lane_ & 1 ? entry : last).word();
-      mbarrier_arrive(shared_address(&this->smem_.queued[this->lane_][at]));
+      smem_.queues[lane_][at] = (more >> lane_ & 1 ? entry : last).word();
+      mbarrier_arrive(shared_address(&smem_.queued[lane_][at]));
     }
     __syncwarp();
   }
@@ -271,26 +277,28 @@ class ValueProducer : Producer<kHeadDim> {
       : Base(smem, args, smem.values, smem.value_tiles), value_(value) {}
 
   __device__ void run() {
-    for (int ticket = next_ticket(); ticket < this->args_.items; ticket = next_ticket()) {
-      const Group group(this->args_.shape, ticket);
-      auto keys = this->merged(group, this->size_of_lane(group));
-      const int head = this->kv_head(group);
+    for (int ticket = next_ticket(); ticket < args_.items; ticket = next_ticket()) {
+      const Group group(args_.shape, ticket);
+      auto keys = merged(group, size_of_lane(group));
+      const int head = kv_head(group);
       for (; keys.left(); keys.next()) {
-        this->acquire(keys.with_tile());
-        if (elect()) this->load(value_, head, this->token(group, keys.tile()));
-        this->slot_.advance();
+        acquire(keys.with_tile());
+        if (elect()) load(value_, head, token(group, keys.tile()));
+        slot_.advance();
       }
     }
   }
 
  private:
+  using Base::acquire, Base::args_, Base::kv_head, Base::load, Base::mail_, Base::merged, Base::size_of_lane;
+  using Base::slot_, Base::smem_, Base::token;
+
   __device__ int next_ticket() {
-    auto& mail = this->mail_;
-    mbarrier_wait(shared_address(&this->smem_.mail_full[mail.at]), mail.parity);
-    const int ticket = load_shared(shared_address(&this->smem_.mails[mail.at]));
+    mbarrier_wait(shared_address(&smem_.mail_full[mail_.at]), mail_.parity);
+    const int ticket = load_shared(shared_address(&smem_.mails[mail_.at]));
     __syncwarp();
-    if (elect()) mbarrier_arrive(shared_address(&this->smem_.mail_empty[mail.at]));
-    mail.advance();
+    if (elect()) mbarrier_arrive(shared_address(&smem_.mail_empty[mail_.at]));
+    mail_.advance();
     return ticket;
   }
 
@@ -304,8 +312,8 @@ class Consumer {
 
   __device__ Consumer(Smem& smem, const Arguments& args, int index)
       : smem_(smem), args_(args), index_(index), queued_(opaque(shared_address(smem.queued[index]))),
-        queue_(opaque(shared_address(smem.queues[index]))), keys_(opaque(shared_address(&smem.keys))),
-        values_(opaque(shared_address(&smem.values))) {}
+        queue_(opaque(shared_address(smem.queues[index]))), key_ring_(opaque(shared_address(&smem.keys))),
+        value_ring_(opaque(shared_address(&smem.values))) {}
 
   __device__ void run() {
     bool any_keys = false;
@@ -330,7 +338,7 @@ class Consumer {
 
  private:
   static constexpr int kOwn = 1;  // named barriers, one a consumer
-  static constexpr int kEmpty = offsetof(typename Smem::Ring, empty);
+  static constexpr int kEmpty = offsetof(typename Smem::Ring, empty);  // full comes first
 
   __device__ __forceinline__ void read_entry() {
     next_ = Entry(load_shared(queue_ + entry_.at * 4));
@@ -342,7 +350,7 @@ class Consumer {
   }
   // If it is there.
   __device__ __forceinline__ void look_ahead() {
-    if (mbarrier_test(queued_ + entry_.at * 8, entry_.parity)) read_entry();
+    if (mbarrier_test_wait(queued_ + entry_.at * 8, entry_.parity)) read_entry();
   }
 
   __device__ __forceinline__ void release(uint32_t ring, int slot) {
@@ -353,20 +361,21 @@ class Consumer {
 
   __device__ void take_query(Entry entry) {
     const int slot = entry.key_slot();
-    mbarrier_wait(keys_ + slot * 8, entry.key_parity());
-    part_ = smem_.parts[slot];
+    mbarrier_wait(key_ring_ + slot * 8, entry.key_parity());
+    query_tile_ = smem_.query_tiles[slot];
     if (!entry.last()) {
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.key_tiles[slot], k);
+      clear_a(query_, query_tile_.valid);
       fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     }
-    release(keys_, slot);
+    release(key_ring_, slot);
   }
 
   // One key tile. first: out_ holds nothing yet.
   __device__ __forceinline__ void attend(Entry entry, bool first) {
     const int key_slot = entry.key_slot(), value_slot = entry.value_slot(), keys = entry.keys();
-    mbarrier_wait(keys_ + key_slot * 8, entry.key_parity());
+    mbarrier_wait(key_ring_ + key_slot * 8, entry.key_parity());
     const KMajor<kBlockBytes> key(smem_.key_tiles[key_slot]);
     float logits[kTile / 2];
     pin(logits);
@@ -383,13 +392,13 @@ class Consumer {
       multiply_in_warp<T, kBlockBytes, kHeadDim / 16>(logits, query_, smem_.key_tiles[key_slot]);
       rows_.update(logits, keys, args_.scale_log2);
     }
-    release(keys_, key_slot);
+    release(key_ring_, key_slot);
     uint32_t weights[kTile / 4];
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i] = pack<T>(logits[2 * i], logits[2 * i + 1]);
     if (!first) rows_.rescale(out_);
 
-    mbarrier_wait(values_ + value_slot * 8, entry.value_parity());
+    mbarrier_wait(value_ring_ + value_slot * 8, entry.value_parity());
     if (keys < kTile) clear_rows<Smem::kColumnBlocks, kTile>(smem_.value_tiles[value_slot][0], keys, kOwn + index_);
     const MNMajor<kBlockBytes> value(smem_.value_tiles[value_slot]);
     pin(out_);
@@ -402,21 +411,22 @@ class Consumer {
     look_ahead();  // in the shade of the product
     wgmma_wait<0>();
     pin(out_);
-    release(values_, value_slot);
+    release(value_ring_, value_slot);
   }
 
   __device__ void store(bool any_keys) {
     const Shape& shape = args_.shape;
-    T* const out = static_cast<T*>(args_.out) + part_.head * kHeadDim;
-    float* const lse = args_.lse + (part_.batch * shape.heads + part_.head) * shape.query_length() + part_.tile * kTile;
+    const auto [batch, head, tile, valid_rows] = query_tile_;
+    T* const out = static_cast<T*>(args_.out) + head * kHeadDim;
+    float* const lse = args_.lse + (batch * shape.heads + head) * shape.query_length() + tile * kTile;
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = accumulator_row(2 * pair);
-      const bool valid = row < part_.valid && any_keys;
+      const bool valid = row < valid_rows && any_keys;
       float norm, row_lse;
       rows_.finish(pair, any_keys, &norm, &row_lse);
       if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-      const int64_t token = part_.batch * shape.query_length() + part_.tile * kTile + row;
+      const int64_t token = batch * shape.query_length() + tile * kTile + row;
       store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
     }
   }
@@ -424,10 +434,10 @@ class Consumer {
   Smem& smem_;
   const Arguments& args_;
   const int index_;
-  const uint32_t queued_, queue_, keys_, values_;
+  const uint32_t queued_, queue_, key_ring_, value_ring_;
   Cursor<kEntries> entry_;
   Entry next_;  // none until it is known
-  Part part_;
+  QueryTile query_tile_;
   RowStatistics rows_;
   float out_[kHeadDim / 2];
   uint32_t query_[kHeadDim / 4];
