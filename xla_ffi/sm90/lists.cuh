@@ -20,13 +20,16 @@ class KeyTiles {
     const int dense_rows = static_cast<int>(shape.num_dense_rows);
     key_tiles_ = static_cast<int>(shape.key_tiles);
     sizes_ = pairs.key_sizes + batch * shape.key_tiles;
+    int end = key_tiles_;
     prefix_ = total_ = key_tiles_;
     if (query_tile >= dense_rows) {
       const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
       prefix_ = static_cast<int>(shape.num_prefix_tiles);
       list_ = pairs.indices + row * shape.width;
+      end = prefix_ + static_cast<int>(shape.width);
       total_ = prefix_ + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
     }
+    fetch(end);
     next();
   }
 
@@ -42,7 +45,7 @@ class KeyTiles {
         tile_ = kNone;
         return;
       }
-      fetch();
+      fetch(total_);
     }
     from_ = __ffs(left_) - 1;
     left_ &= left_ - 1;
@@ -51,15 +54,13 @@ class KeyTiles {
   }
 
  private:
-  // The next 32 entries, one a lane.
-  __device__ void fetch() {
+  // The next 32 entries, one a lane. Entries before `end` are loaded: the first time it is the list's end, so that the loads
+  // need not wait for the count.
+  __device__ void fetch(int end) {
     const int at = base_ + threadIdx.x % 32;
-    lane_size_ = 0;
-    if (at < total_) {
-      lane_tile_ = at < prefix_ ? at : list_[at - prefix_];
-      const bool kept = at < prefix_ || (lane_tile_ >= prefix_ && lane_tile_ < key_tiles_);
-      if (kept) lane_size_ = sizes_[lane_tile_];
-    }
+    lane_tile_ = at < prefix_ ? at : at < end ? list_[at - prefix_] : -1;
+    const bool kept = at < total_ && (at < prefix_ || (lane_tile_ >= prefix_ && lane_tile_ < key_tiles_));
+    lane_size_ = kept ? sizes_[lane_tile_] : 0;
     left_ = __ballot_sync(kWholeWarp, lane_size_ > 0);
     base_ += 32;
   }
@@ -79,20 +80,33 @@ class KeyTiles {
 template <int kLists>
 class MergedKeyTiles {
  public:
-  // row: lane i's query tile, or -1 for a list without tiles.
-  __device__ MergedKeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int row) {
+  // query_tile: lane i's, or -1 where there is none; query_size: its size, and without valid slots it keeps nothing.
+  __device__ MergedKeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int query_tile,
+                            int query_size) {
     key_tiles_ = static_cast<int>(shape.key_tiles);
     sizes_ = pairs.key_sizes + batch * shape.key_tiles;
-    if (row >= 0) {
+    int end = 0;
+    if (query_tile >= 0) {
       const int dense_rows = static_cast<int>(shape.num_dense_rows);
-      prefix_ = total_ = key_tiles_;
-      if (row >= dense_rows) {
-        const int64_t list = (batch * shape.heads + head) * shape.rows() + row - dense_rows;
+      prefix_ = end = total_ = key_tiles_;
+      if (query_tile >= dense_rows) {
+        const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
         prefix_ = static_cast<int>(shape.num_prefix_tiles);
-        list_ = pairs.indices + list * shape.width;
-        total_ = prefix_ + min(max(pairs.counts[list], 0), static_cast<int>(shape.width));
+        list_ = pairs.indices + row * shape.width;
+        end = prefix_ + static_cast<int>(shape.width);
+        total_ = prefix_ + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
       }
+      if (query_size == 0) total_ = 0;
     }
+    // Of all lists at once, so that their loads share a latency; and to the end, not waiting for the counts.
+    const int lane = threadIdx.x % 32;
+    int tiles[kLists], sizes[kLists];
+#pragma unroll
+    for (int i = 0; i < kLists; ++i) tiles[i] = tile_at(i, lane, end);
+#pragma unroll
+    for (int i = 0; i < kLists; ++i) sizes[i] = size_at(i, lane, tiles[i]);
+#pragma unroll
+    for (int i = 0; i < kLists; ++i) take(i, tiles[i], sizes[i]);
     advance(true);
     next_ = __reduce_min_sync(kWholeWarp, mine_);
   }
@@ -137,23 +151,33 @@ class MergedKeyTiles {
 
   // The next 32 entries of a list, one a lane.
   __device__ void fetch(int list) {
-    const int lane = threadIdx.x % 32;
-    const int at = __shfl_sync(kWholeWarp, base_, list) + lane;
-    const int prefix = __shfl_sync(kWholeWarp, prefix_, list), total = __shfl_sync(kWholeWarp, total_, list);
+    const int at = __shfl_sync(kWholeWarp, base_, list) + threadIdx.x % 32;
+    const int tile = tile_at(list, at, total_);
+    take(list, tile, size_at(list, at, tile));
+  }
+
+  // Entry `at` of a list if it lies before `end` of that list's lane; and how many of its slots are valid, 0 if it does
+  // not count.
+  __device__ int tile_at(int list, int at, int end) const {
+    const int prefix = __shfl_sync(kWholeWarp, prefix_, list);
+    end = __shfl_sync(kWholeWarp, end, list);
     const int32_t* ids = reinterpret_cast<const int32_t*>(
         __shfl_sync(kWholeWarp, reinterpret_cast<unsigned long long>(list_), list));
-    int entry = 0;
-    if (at < total) {
-      const int tile = at < prefix ? at : ids[at - prefix];
-      const bool kept = at < prefix || (tile >= prefix && tile < key_tiles_);
-      if (kept) entry = tile << kSizeBits | sizes_[tile];
-    }
-    const unsigned found = __ballot_sync(kWholeWarp, (entry & (1 << kSizeBits) - 1) != 0);
+    return at < prefix ? at : at < end ? ids[at - prefix] : -1;
+  }
+  __device__ int size_at(int list, int at, int tile) const {
+    const int prefix = __shfl_sync(kWholeWarp, prefix_, list), total = __shfl_sync(kWholeWarp, total_, list);
+    const bool kept = at < total && (at < prefix || (tile >= prefix && tile < key_tiles_));
+    return kept ? sizes_[tile] : 0;
+  }
+
+  __device__ void take(int list, int tile, int size) {
+    const unsigned found = __ballot_sync(kWholeWarp, size > 0);
 #pragma unroll
     for (int i = 0; i < kLists; ++i) {
-      if (list == i) entries_[i] = entry;
+      if (list == i) entries_[i] = tile << kSizeBits | size;
     }
-    if (lane == list) {
+    if (threadIdx.x % 32 == list) {
       left_ = found;
       base_ += 32;
     }

@@ -163,8 +163,8 @@ class Producer {
     const Item item{batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)};
 
     const int kv_head = head / static_cast<int>(shape.groups());
-    KeyTiles keys;
-    if (size > 0) keys = KeyTiles(shape, args_.pairs, batch, head, tile);
+    KeyTiles keys(shape, args_.pairs, batch, head, tile);
+    if (size == 0) keys = KeyTiles();
     if (keys.tile() == KeyTiles::kNone) {
       step({kv_head, -1}, Step(0, true, true));
       load_query(item);

@@ -150,7 +150,8 @@ class Producer {
     return exists ? args_.pairs.query_sizes[group.batch * args_.shape.query_tiles + tile] : 0;
   }
   __device__ MergedKeyTiles<kConsumers> merged(const Group& group, int size) const {
-    return {args_.shape, args_.pairs, group.batch, group.head, size > 0 ? group.first_tile + lane_ : -1};
+    const int tile = group.first_tile + lane_;
+    return {args_.shape, args_.pairs, group.batch, group.head, lane_ < kConsumers && tile < group.limit ? tile : -1, size};
   }
   // Of a key tile: its head, and its first token, over batches.
   __device__ int kv_head(const Group& group) const { return group.head / static_cast<int>(args_.shape.groups()); }
