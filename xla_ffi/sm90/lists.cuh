@@ -8,6 +8,33 @@
 
 namespace vsa::sm90 {
 
+// The entries of a query tile's row: the prefix tiles, then the listed ones; all tiles for a dense row.
+struct Row {
+  const int32_t* ids = nullptr;  // from entry `prefix` on
+  int prefix = 0;                // entry i < prefix is tile i
+  int end = 0, total = 0;        // entries that there are, and those that count
+
+  Row() = default;
+  __device__ Row(const Shape& shape, const Pairs& pairs, int batch, int head, int query_tile) {
+    const int dense_rows = static_cast<int>(shape.num_dense_rows);
+    prefix = end = total = static_cast<int>(shape.key_tiles);
+    if (query_tile < dense_rows) return;
+    const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
+    prefix = static_cast<int>(shape.num_prefix_tiles);
+    ids = pairs.indices + row * shape.width;
+    end = prefix + static_cast<int>(shape.width);
+    total = prefix + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
+  }
+
+  // The tile of an entry, if that lies before `end`.
+  __device__ static int TileAt(int at, const int32_t* ids, int prefix, int end) {
+    return at < prefix ? at : at < end ? ids[at - prefix] : -1;
+  }
+  __device__ static bool Keeps(int at, int tile, int prefix, int total, int key_tiles) {
+    return at < total && (at < prefix || (tile >= prefix && tile < key_tiles));
+  }
+};
+
 // The kept key tiles that have valid slots, in list order: the prefix tiles, then the listed ones; all tiles for a
 // dense row. All methods are for a whole warp, in step.
 class KeyTiles {
@@ -16,20 +43,11 @@ class KeyTiles {
 
   KeyTiles() = default;  // of a row that keeps nothing
 
-  __device__ KeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int query_tile) {
-    const int dense_rows = static_cast<int>(shape.num_dense_rows);
-    key_tiles_ = static_cast<int>(shape.key_tiles);
-    sizes_ = pairs.key_sizes + batch * shape.key_tiles;
-    int end = key_tiles_;
-    prefix_ = total_ = key_tiles_;
-    if (query_tile >= dense_rows) {
-      const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
-      prefix_ = static_cast<int>(shape.num_prefix_tiles);
-      list_ = pairs.indices + row * shape.width;
-      end = prefix_ + static_cast<int>(shape.width);
-      total_ = prefix_ + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
-    }
-    fetch(end);
+  __device__ KeyTiles(const Shape& shape, const Pairs& pairs, int batch, int head, int query_tile)
+      : row_(shape, pairs, batch, head, query_tile),
+        sizes_(pairs.key_sizes + batch * shape.key_tiles),
+        key_tiles_(static_cast<int>(shape.key_tiles)) {
+    fetch(row_.end);
     next();
   }
 
@@ -41,11 +59,11 @@ class KeyTiles {
 
   __device__ void next() {
     while (left_ == 0) {
-      if (base_ >= total_) {
+      if (base_ >= row_.total) {
         tile_ = kNone;
         return;
       }
-      fetch(total_);
+      fetch(row_.total);
     }
     from_ = __ffs(left_) - 1;
     left_ &= left_ - 1;
@@ -58,15 +76,15 @@ class KeyTiles {
   // need not wait for the count.
   __device__ void fetch(int end) {
     const int at = base_ + threadIdx.x % 32;
-    lane_tile_ = at < prefix_ ? at : at < end ? list_[at - prefix_] : -1;
-    const bool kept = at < total_ && (at < prefix_ || (lane_tile_ >= prefix_ && lane_tile_ < key_tiles_));
-    lane_size_ = kept ? sizes_[lane_tile_] : 0;
+    lane_tile_ = Row::TileAt(at, row_.ids, row_.prefix, end);
+    lane_size_ = Row::Keeps(at, lane_tile_, row_.prefix, row_.total, key_tiles_) ? sizes_[lane_tile_] : 0;
     left_ = __ballot_sync(kWholeWarp, lane_size_ > 0);
     base_ += 32;
   }
 
-  const int32_t *list_ = nullptr, *sizes_ = nullptr;
-  int key_tiles_ = 0, prefix_ = 0, total_ = 0, base_ = 0;
+  Row row_;
+  const int32_t* sizes_ = nullptr;
+  int key_tiles_ = 0, base_ = 0;
   int lane_tile_ = 0, lane_size_ = 0;  // this lane's entry
   unsigned left_ = 0;                  // lanes whose entries are still to come
   int from_ = 0;                       // the lane whose entry is at hand
@@ -85,24 +103,13 @@ class MergedKeyTiles {
                             int query_size) {
     key_tiles_ = static_cast<int>(shape.key_tiles);
     sizes_ = pairs.key_sizes + batch * shape.key_tiles;
-    int end = 0;
-    if (query_tile >= 0) {
-      const int dense_rows = static_cast<int>(shape.num_dense_rows);
-      prefix_ = end = total_ = key_tiles_;
-      if (query_tile >= dense_rows) {
-        const int64_t row = (batch * shape.heads + head) * shape.rows() + query_tile - dense_rows;
-        prefix_ = static_cast<int>(shape.num_prefix_tiles);
-        list_ = pairs.indices + row * shape.width;
-        end = prefix_ + static_cast<int>(shape.width);
-        total_ = prefix_ + min(max(pairs.counts[row], 0), static_cast<int>(shape.width));
-      }
-      if (query_size == 0) total_ = 0;
-    }
+    if (query_tile >= 0) row_ = Row(shape, pairs, batch, head, query_tile);
+    if (query_size == 0) row_.total = 0;
     // Of all lists at once, so that their loads share a latency; and to the end, not waiting for the counts.
     const int lane = threadIdx.x % 32;
     int tiles[kLists], sizes[kLists];
 #pragma unroll
-    for (int i = 0; i < kLists; ++i) tiles[i] = tile_at(i, lane, end);
+    for (int i = 0; i < kLists; ++i) tiles[i] = tile_at(i, lane, row_.end);
 #pragma unroll
     for (int i = 0; i < kLists; ++i) sizes[i] = size_at(i, lane, tiles[i]);
 #pragma unroll
@@ -132,7 +139,7 @@ class MergedKeyTiles {
   __device__ void advance(bool moves) {
     const int lane = threadIdx.x % 32;
     while (true) {
-      const unsigned short_of = __ballot_sync(kWholeWarp, moves && left_ == 0 && base_ < total_);
+      const unsigned short_of = __ballot_sync(kWholeWarp, moves && left_ == 0 && base_ < row_.total);
       if (short_of == 0) break;
       fetch(__ffs(short_of) - 1);
     }
@@ -152,23 +159,20 @@ class MergedKeyTiles {
   // The next 32 entries of a list, one a lane.
   __device__ void fetch(int list) {
     const int at = __shfl_sync(kWholeWarp, base_, list) + threadIdx.x % 32;
-    const int tile = tile_at(list, at, total_);
+    const int tile = tile_at(list, at, row_.total);
     take(list, tile, size_at(list, at, tile));
   }
 
   // Entry `at` of a list if it lies before `end` of that list's lane; and how many of its slots are valid, 0 if it does
   // not count.
   __device__ int tile_at(int list, int at, int end) const {
-    const int prefix = __shfl_sync(kWholeWarp, prefix_, list);
-    end = __shfl_sync(kWholeWarp, end, list);
-    const int32_t* ids = reinterpret_cast<const int32_t*>(
-        __shfl_sync(kWholeWarp, reinterpret_cast<unsigned long long>(list_), list));
-    return at < prefix ? at : at < end ? ids[at - prefix] : -1;
+    const auto ids = reinterpret_cast<const int32_t*>(
+        __shfl_sync(kWholeWarp, reinterpret_cast<unsigned long long>(row_.ids), list));
+    return Row::TileAt(at, ids, __shfl_sync(kWholeWarp, row_.prefix, list), __shfl_sync(kWholeWarp, end, list));
   }
   __device__ int size_at(int list, int at, int tile) const {
-    const int prefix = __shfl_sync(kWholeWarp, prefix_, list), total = __shfl_sync(kWholeWarp, total_, list);
-    const bool kept = at < total && (at < prefix || (tile >= prefix && tile < key_tiles_));
-    return kept ? sizes_[tile] : 0;
+    const int prefix = __shfl_sync(kWholeWarp, row_.prefix, list), total = __shfl_sync(kWholeWarp, row_.total, list);
+    return Row::Keeps(at, tile, prefix, total, key_tiles_) ? sizes_[tile] : 0;
   }
 
   __device__ void take(int list, int tile, int size) {
@@ -183,8 +187,9 @@ class MergedKeyTiles {
     }
   }
 
-  const int32_t *list_ = nullptr, *sizes_ = nullptr;
-  int key_tiles_ = 0, prefix_ = 0, total_ = 0, base_ = 0;
+  Row row_;  // of this lane's list
+  const int32_t* sizes_ = nullptr;
+  int key_tiles_ = 0, base_ = 0;
   unsigned left_ = 0;           // lanes whose entries of this lane's list are still to come
   int entries_[kLists] = {};    // this lane's entry of every list
   int mine_ = kNone;            // the entry at hand of this lane's list

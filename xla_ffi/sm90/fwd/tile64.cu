@@ -67,16 +67,17 @@ class Entry {
  public:
   __device__ Entry() : word_(0) {}  // none
   template <int kSlots>
-  __device__ static Entry Query(const Cursor<kSlots>& slot, bool last) {  // last: it has no keys
-    return Entry(slot.at << 8 | slot.parity << 16 | kQuery | (last ? kLast : 0));
+  __device__ static Entry Query(const Cursor<kSlots>& slot) {
+    return Entry(slot.at << 8 | slot.parity << 16 | kQuery);
   }
   template <int kSlots>
-  __device__ static Entry Keys(int count, const Cursor<kSlots>& key, const Cursor<kSlots>& value, bool last) {
-    return Entry(count | key.at << 8 | value.at << 12 | key.parity << 16 | value.parity << 17 | (last ? kLast : 0));
+  __device__ static Entry Keys(int count, const Cursor<kSlots>& key, const Cursor<kSlots>& value) {
+    return Entry(count | key.at << 8 | value.at << 12 | key.parity << 16 | value.parity << 17);
   }
   __device__ static Entry End() { return Entry(kEnd); }  // the work is over
   __device__ explicit Entry(int word) : word_(word) {}
 
+  __device__ Entry as_last() const { return Entry(word_ | kLast); }
   __device__ int word() const { return word_; }
   __device__ bool none() const { return word_ == 0; }
   __device__ int keys() const { return word_ & 0xff; }  // valid slots of the key tile
@@ -85,7 +86,7 @@ class Entry {
   __device__ uint32_t key_parity() const { return word_ >> 16 & 1; }
   __device__ uint32_t value_parity() const { return word_ >> 17 & 1; }
   __device__ bool query() const { return word_ & kQuery; }
-  __device__ bool last() const { return word_ & kLast; }  // of its query tile
+  __device__ bool last() const { return word_ & kLast; }  // of its query tile: that itself where it has no keys
   __device__ bool end() const { return word_ & kEnd; }
 
  private:
@@ -143,15 +144,17 @@ class Producer {
         tiles_(opaque(shared_address(tiles))) {}
 
  protected:
-  // Lane i's query tile and its size, 0 where there is none.
-  __device__ int size_of_lane(const Group& group) const {
+  // Lane i's query tile, -1 where there is none, and its size, then 0.
+  __device__ int tile_of_lane(const Group& group) const {
     const int tile = group.first_tile + lane_;
-    const bool exists = lane_ < kConsumers && tile < group.limit;
-    return exists ? args_.pairs.query_sizes[group.batch * args_.shape.query_tiles + tile] : 0;
+    return lane_ < kConsumers && tile < group.limit ? tile : -1;
+  }
+  __device__ int size_of_lane(const Group& group) const {
+    const int tile = tile_of_lane(group);
+    return tile < 0 ? 0 : args_.pairs.query_sizes[group.batch * args_.shape.query_tiles + tile];
   }
   __device__ MergedKeyTiles<kConsumers> merged(const Group& group, int size) const {
-    const int tile = group.first_tile + lane_;
-    return {args_.shape, args_.pairs, group.batch, group.head, lane_ < kConsumers && tile < group.limit ? tile : -1, size};
+    return {args_.shape, args_.pairs, group.batch, group.head, tile_of_lane(group), size};
   }
   // Of a key tile: its head, and its first token, over batches.
   __device__ int kv_head(const Group& group) const { return group.head / static_cast<int>(args_.shape.groups()); }
@@ -199,7 +202,7 @@ class KeyProducer : Producer<kHeadDim> {
       item(ticket);
       ticket = __shfl_sync(kWholeWarp, next, 0);
     }
-    push((1 << kConsumers) - 1, Entry::End(), Entry::End(), 0);
+    push((1 << kConsumers) - 1, Entry::End(), 0);
   }
 
  private:
@@ -233,8 +236,7 @@ class KeyProducer : Producer<kHeadDim> {
         if (any) load(query_, group.head, (group.batch * static_cast<int>(args_.shape.query_tiles) + tile) * kTile);
         else mbarrier_arrive(full_ + slot_.at * 8);
       }
-      const Entry entry = Entry::Query(slot_, !any);
-      push(1 << i, entry, entry, 0);
+      push(1 << i, Entry::Query(slot_), ~listed);
       slot_.advance();
     }
     const int head = kv_head(group);
@@ -246,18 +248,17 @@ class KeyProducer : Producer<kHeadDim> {
       if (elect()) load(key_, head, first);
       // A consumer told sooner could take the round before of V's slot, if that is still to come, for this one.
       mbarrier_wait(shared_address(&smem_.values.empty[value_slot_.at]), value_slot_.parity ^ 1);
-      push(mask, Entry::Keys(count, slot_, value_slot_, false), Entry::Keys(count, slot_, value_slot_, true),
-           keys.with_more());
+      push(mask, Entry::Keys(count, slot_, value_slot_), ~keys.with_more());
       slot_.advance();
       value_slot_.advance();
     }
   }
 
-  // Lane i puts an entry into the queue of consumer i of `mask`: another for those who have no more.
-  __device__ void push(unsigned mask, Entry entry, Entry last, unsigned more) {
+  // Lane i puts an entry into the queue of consumer i of `mask`, for those of `ends` as the last of their query tile.
+  __device__ void push(unsigned mask, Entry entry, unsigned ends) {
     if (mask >> lane_ & 1) {
       const int at = pushed_++ % kEntries;
-      smem_.queues[lane_][at] = (more >> lane_ & 1 ? entry : last).word();
+      smem_.queues[lane_][at] = (ends >> lane_ & 1 ? entry.as_last() : entry).word();
       mbarrier_arrive(shared_address(&smem_.queued[lane_][at]));
     }
     __syncwarp();
