@@ -44,7 +44,7 @@ def in_turn(calls: Calls, rounds: int) -> dict[str, Times]:
 def sustained(calls: Calls, rounds: int, seconds: float = 1.2) -> dict[str, Times]:
   """For each call: the second half of `seconds` of back-to-back calls, in `rounds` rounds; and bursts.
 
-  A burst is a call after 0.4 s of rest and 3 untimed calls; 7 of them.
+  A burst is about 2 ms of calls, at least one, after 0.4 s of rest and 3 untimed calls; 7 of them.
   """
   times: dict[str, list[float]] = {name: [] for name in calls}
   boards: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
@@ -68,7 +68,7 @@ def sustained(calls: Calls, rounds: int, seconds: float = 1.2) -> dict[str, Time
     for _ in range(7):
       time.sleep(0.4)
       _milliseconds(function, args, 3)
-      bursts.append(_milliseconds(function, args, 1))
+      bursts.append(_milliseconds(function, args, max(1, int(2 / times[name][-1]))))
     found[name] = dataclasses.replace(_times(times[name]), burst_ms=float(np.median(bursts)))
     if boards[name]:
       mhz, watts = np.median(np.array(boards[name]), axis=0)

@@ -43,30 +43,43 @@ __device__ __forceinline__ void store_row(T* row, const float (&accumulators)[kC
   }
 }
 
-// The same for both rows of every quad, by way of swizzled blocks [64 rows, 64 columns] in shared memory: each warp
-// leaves its 16 rows there, and its first lane has TMA store them at `token` of `head`. The stores are committed;
-// before those blocks are written again, tma_store_wait_read.
+// The same for both rows of every quad, of 64 columns, into a swizzled block [64 rows, 64 columns] in shared memory
+// that begins at `to`, a multiple of 1024: from there TMA stores them, after fence_proxy_async and a barrier. `block`:
+// of the accumulators.
+template <class T, int kCount>
+__device__ __forceinline__ void stage_rows(uint32_t to, const float (&accumulators)[kCount], int block,
+                                           const float (&factor)[2], const bool (&valid)[2]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = to + (threadIdx.x % 128 / 32 * 16 + lane % 16) * 128;
+#pragma unroll
+  for (int chunk = 0; chunk < kSwizzleColumns / 8; chunk += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = accumulators + (block * (kSwizzleColumns / 8) + chunk + i / 2) * 4 + i % 2 * 2;
+      words[i] = valid[i % 2] ? pack<T>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]) : 0;
+    }
+    stmatrix(row + (chunk + lane / 16 ^ lane % 8) * 16, words[0], words[1], words[2], words[3]);
+  }
+}
+
+// All columns, by way of adjoining blocks: each warp leaves its 16 rows there, and its first lane has TMA store them at
+// `token` of `head`. The stores are committed; before those blocks are written again, tma_store_wait_read.
 template <class T, int kBlockBytes, int kCount>
 __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap* map, uint8_t* blocks, int head, int token,
                                                   const float (&accumulators)[kCount], const float (&factor)[2],
                                                   const bool (&valid)[2]) {
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x % 128 / 32 * 16;
-  const uint32_t to = shared_address(blocks), row = (warp_row + lane % 16) * 128;
+  constexpr int kBlocks = 2 * kCount / kSwizzleColumns;
+  const uint32_t to = shared_address(blocks);
 #pragma unroll
-  for (int chunk = 0; chunk < kCount / 4; chunk += 2) {  // of 8 columns
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* const pair = accumulators + (chunk + i / 2) * 4 + i % 2 * 2;
-      words[i] = valid[i % 2] ? pack<T>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]) : 0;
-    }
-    const int mine = chunk + lane / 16;
-    stmatrix(to + chunk / 8 * kBlockBytes + row + (mine % 8 ^ lane % 8) * 16, words[0], words[1], words[2], words[3]);
+  for (int block = 0; block < kBlocks; ++block) {
+    stage_rows<T>(to + block * kBlockBytes, accumulators, block, factor, valid);
   }
   fence_proxy_async();
   __syncwarp();
-  if (lane == 0) {
-    for (int block = 0; block < kCount / 32; ++block) {
+  if (threadIdx.x % 32 == 0) {
+    const int warp_row = threadIdx.x % 128 / 32 * 16;
+    for (int block = 0; block < kBlocks; ++block) {
       tma_store(map, to + block * kBlockBytes + warp_row * 128, block, head, token + warp_row);
     }
     tma_store_commit();

@@ -20,6 +20,10 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
+// x, which is the same in all lanes, through a shuffle: then the compiler knows, and keeps what depends on it in
+// uniform registers. Producers have few others.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWholeWarp, x, 0); }
+
 __device__ __forceinline__ int load_shared(uint32_t address) {
   int x;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

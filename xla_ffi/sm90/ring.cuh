@@ -9,6 +9,15 @@ namespace vsa::sm90 {
 
 constexpr int kWarpgroup = 128;  // threads
 
+// How a warp that has read something arrives at a barrier: one lane for all, after __syncwarp. Then racecheck takes the
+// reads of the others and what is written there next for a race; so for it, every lane arrives.
+#ifdef VSA_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ bool arrives() { return threadIdx.x % 32 < kWarpArrivals; }
+
 // A place in a ring of kCount, and the parity of the rounds made. A consumer waits for `parity`, a producer, who is
 // one phase ahead, for its opposite: a fresh barrier has no phase to wait for.
 template <int kCount>
@@ -20,6 +29,41 @@ struct Cursor {
       at = 0;
       parity ^= 1;
     }
+  }
+};
+
+// What one warp tells kReaders others, in order. Everything is for a whole warp.
+template <class Message, int kCount, int kReaders = 1>
+struct Messages {
+  using Place = Cursor<kCount>;  // of the writer, and of each reader
+
+  Message messages[kCount];
+  uint64_t full[kCount], empty[kCount];
+
+  // One thread; then __syncthreads.
+  __device__ void init() {
+    for (int i = 0; i < kCount; ++i) {
+      mbarrier_init(shared_address(&full[i]), 1);
+      mbarrier_init(shared_address(&empty[i]), kReaders * kWarpArrivals);
+    }
+  }
+
+  __device__ void write(Place& place, const Message& message) {
+    mbarrier_wait(shared_address(&empty[place.at]), place.parity ^ 1);
+    if (elect()) {
+      messages[place.at] = message;
+      mbarrier_arrive(shared_address(&full[place.at]));
+    }
+    place.advance();
+  }
+
+  __device__ Message read(Place& place) {
+    mbarrier_wait(shared_address(&full[place.at]), place.parity);
+    const Message message = messages[place.at];
+    __syncwarp();
+    if (arrives()) mbarrier_arrive(shared_address(&empty[place.at]));
+    place.advance();
+    return message;
   }
 };
 

@@ -22,9 +22,9 @@ __device__ __forceinline__ float across_row(float x, Combine combine) {
 }
 
 // A row's weights are relative to an offset, which any logit near the largest will do for: weights are floating-point
-// numbers. Steps take the largest logit until every row of the warp has seen a finite one, the first step as a rule;
-// a later step trusts the offset it finds, and looks at the sum of its weights afterwards. So most steps need no
-// maxima, no shuffles, and rescale nothing.
+// numbers. Until every row of the warp has seen a finite logit, as a rule in the first step, a step takes the largest
+// of its first columns; later ones trust the offset they find. All look at the sum of their weights afterwards. So
+// most steps need no maxima, no shuffles, and rescale nothing.
 constexpr float kLargeSum = 0x1p15f;  // of a lane's weights: then the offset grows; each is still a finite float16
 constexpr float kLostSum = 0x1p100f;  // weights may have overflowed
 
@@ -33,10 +33,11 @@ constexpr float kLostSum = 0x1p100f;  // weights may have overflowed
 // Of the two rows a thread has a part of. Invariant: `offset` (base 2, -inf before any finite logit) is the same in all
 // four lanes of a row; `total` is the sum of exp2(scale_log2 * logit - offset) over this lane's columns alone.
 struct RowStatistics {
-  static constexpr int kParts = 4;  // chains of maxima or sums of a row; one measured the same
+  static constexpr int kParts = 4;  // chains of sums of a row; one measured the same
+  static constexpr int kFirstColumns = 16;
 
   float offset[2], total[2], factor[2];
-  bool trusted;   // the next step takes no maxima: every row has an offset, not known to be far too small
+  bool trusted;   // every row has an offset
   bool rescales;  // whether any factor of this warp is not 1
 
   __device__ __forceinline__ void reset() {
@@ -44,25 +45,28 @@ struct RowStatistics {
     for (int row = 0; row < 2; ++row) {
       offset[row] = -INFINITY;
       total[row] = 0;
+      factor[row] = 1;
     }
-    trusted = false;
+    trusted = rescales = false;
   }
 
   // Replaces logits by weights, of the first `keys` columns; the others become 0. Sums over earlier columns must
-  // be multiplied by `factor`. False: the logits are lost, since the offset was far too small for them; with them made
-  // anew it is true.
+  // be multiplied by `factor`. False: the logits are lost, since the offset was far too small for them; make them anew,
+  // and ask again with `all_columns`, which takes maxima of all and is never false.
   template <int kCount>
-  __device__ __forceinline__ bool update(float (&logits)[kCount], int keys, float scale_log2) {
+  __device__ __forceinline__ bool update(float (&logits)[kCount], int keys, float scale_log2,
+                                         bool all_columns = false) {
     if (keys < kCount * 2) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (accumulator_column(i) >= keys) logits[i] = -INFINITY;
       }
     }
-    factor[0] = factor[1] = 1;
-    rescales = false;
-    const bool trusts = trusted;
-    if (!trusts) take_offsets(logits, scale_log2);
+    if (!all_columns) {  // else of the attempt before
+      factor[0] = factor[1] = 1;
+      rescales = false;
+    }
+    if (!trusted || all_columns) take_offsets(logits, scale_log2, all_columns);
     float sum[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -79,11 +83,8 @@ struct RowStatistics {
       }
       sum[row] = (part[0] + part[1]) + (part[2] + part[3]);
     }
-    if (trusts && __any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLargeSum)) {
-      if (__any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLostSum)) {
-        trusted = false;
-        return false;
-      }
+    if (__any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLargeSum)) {
+      if (!all_columns && __any_sync(kWholeWarp, fmaxf(sum[0], sum[1]) > kLostSum)) return false;
       raise_offsets(logits, sum);
     }
 #pragma unroll
@@ -100,33 +101,41 @@ struct RowStatistics {
 
   // The factor that normalises a row's output, and its LSE. `any_keys`: whether the row had keys at all; one
   // that had, all of logit -inf, is NaN, as in dense attention.
-  __device__ __forceinline__ void finish(int row, bool any_keys, float* norm, float* lse) {
+  __device__ __forceinline__ void finish(int row, bool any_keys, float* norm, float* lse) const {
     const float sum = across_row(total[row], [](float a, float b) { return a + b; });
     *norm = sum == 0 ? (any_keys ? NAN : 0) : 1 / sum;
     *lse = sum == 0 ? (any_keys ? NAN : -INFINITY) : offset[row] + log2f(sum);
   }
 
  private:
-  // The largest logit, where it is well above the offset.
+  // The largest logit of the first columns, where it is well above the offset; of all columns, where some row
+  // has no finite one there, or is known to need it.
   template <int kCount>
-  __device__ __forceinline__ void take_offsets(const float (&logits)[kCount], float scale_log2) {
+  __device__ __forceinline__ void take_offsets(const float (&logits)[kCount], float scale_log2, bool all_columns) {
+    float largest[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) largest[row] = scale_log2 * largest_of<kFirstColumns>(logits, row);
+    if (all_columns || __any_sync(kWholeWarp, largest[0] == -INFINITY || largest[1] == -INFINITY)) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) largest[row] = scale_log2 * largest_of<2 * kCount>(logits, row);
+    }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float part[kParts];
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        const float of_pair = fmaxf(logits[j * 4 + row * 2], logits[j * 4 + row * 2 + 1]);
-        part[j % kParts] = j < kParts ? of_pair : fmaxf(part[j % kParts], of_pair);
-      }
-      const float largest = scale_log2 * across_row(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])),
-                                                    [](float a, float b) { return fmaxf(a, b); });
       constexpr float kSlack = 8;
-      const bool grown = largest - offset[row] > kSlack;  // true while offset is -inf, unless largest is too
-      factor[row] = grown ? exp2_approx(offset[row] - largest) : 1;
-      offset[row] = grown ? largest : offset[row];
+      const bool grown = largest[row] - offset[row] > kSlack;  // true while offset is -inf, unless largest is too
+      if (grown) factor[row] *= exp2_approx(offset[row] - largest[row]);
+      if (grown) offset[row] = largest[row];
     }
     rescales = __any_sync(kWholeWarp, factor[0] != 1 || factor[1] != 1);
     trusted = __all_sync(kWholeWarp, offset[0] != -INFINITY && offset[1] != -INFINITY);
+  }
+
+  template <int kColumns, int kCount>
+  __device__ __forceinline__ static float largest_of(const float (&logits)[kCount], int row) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = row * 2; i < kColumns / 2; i += 4) largest = fmaxf(largest, fmaxf(logits[i], logits[i + 1]));
+    return across_row(largest, [](float a, float b) { return fmaxf(a, b); });
   }
 
   // Where a row's weights have grown large: takes them down and its offset up, by a power of two.
@@ -136,13 +145,14 @@ struct RowStatistics {
     for (int row = 0; row < 2; ++row) {
       const float most = across_row(sum[row], [](float a, float b) { return fmaxf(a, b); });
       const int exponent = most > kLargeSum ? (__float_as_int(most) >> 23) - 127 : 0;
-      factor[row] = __int_as_float((127 - exponent) << 23);
+      const float down = __int_as_float((127 - exponent) << 23);
+      factor[row] *= down;
       offset[row] += exponent;
-      sum[row] *= factor[row];
+      sum[row] *= down;
 #pragma unroll
       for (int i = row * 2; i < kCount; i += 4) {
-        logits[i] *= factor[row];
-        logits[i + 1] *= factor[row];
+        logits[i] *= down;
+        logits[i + 1] *= down;
       }
     }
     rescales = true;

@@ -201,11 +201,13 @@ __device__ __forceinline__ void multiply_in_warp(float (&d)[kCount], const uint3
 #pragma unroll
   for (int i = 0; i < kCount; ++i) d[i] = 0;
 #pragma unroll
-  for (int row = 0; row < 2 * kCount; row += 16) {
+  for (int k = 0; k < kSteps; ++k) {
+    // One address at a time: registers are few here.
+    const uint32_t first = opaque(swizzled<kBlockBytes>(blocks, lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int row = 0; row < 2 * kCount; row += 16) {
       uint32_t b[4];
-      ldmatrix(b, swizzled<kBlockBytes>(blocks, row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      ldmatrix(b, first + row * 128);
       mma<T>(d + row / 2, a + 4 * k, b);
       mma<T>(d + row / 2 + 4, a + 4 * k, b + 2);
     }

@@ -45,34 +45,8 @@ template <class Smem>
 __device__ void produce(Smem& smem, const Arguments& args, const Maps& maps, int stream) {
   Loader<Smem> loader(smem, stream);
   loader.run(args.tickets, args.items, [&](int ticket) {
-    const Shape& shape = args.shape;
-    const int tile_size = static_cast<int>(shape.tile_size);
-    const int blocks = static_cast<int>(shape.key_length()) / Smem::kItemRows;
-    const int batch = ticket / blocks / static_cast<int>(shape.kv_heads);
-    const int kv_head = ticket / blocks % static_cast<int>(shape.kv_heads);
-    const int token = ticket % blocks * Smem::kItemRows;
-    const int key_tile = token / tile_size;
-    const int size = args.pairs.key_sizes[batch * shape.key_tiles + key_tile];
-    const int valid = min(max(size - token % tile_size, 0), Smem::kItemRows);
-    loader.load_resident(&maps.key, &maps.value, {batch, kv_head, token, valid},
-                         batch * static_cast<int>(shape.key_length()) + token);
-    if (valid == 0) return true;
-    const int groups = static_cast<int>(shape.groups());
-    for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
-      const int64_t row = batch * shape.heads + head;
-      const auto visit = [&](int query_tile, int query_size, int) {
-        for (int at = 0; at < query_size; at += kBlockRows) {
-          const int query = query_tile * tile_size + at;
-          const int over_batches = batch * static_cast<int>(shape.query_length()) + query;
-          const int64_t value = row * shape.query_length() + query;
-          const int queries = min(query_size - at, kBlockRows);
-          loader.load(&maps.query, head, over_batches, queries, args.lse + value);
-          loader.load(&maps.d_out, head, over_batches, queries, args.delta + value);
-        }
-      };
-      for_each_query_tile(shape, args.pairs, batch, args.transposed.offsets + row * (shape.key_tiles + 1),
-                          args.transposed.entries + row * shape.rows() * shape.width, key_tile, visit);
-    }
+    const int items = static_cast<int>(args.shape.key_length()) / Smem::kItemRows;
+    load_key_item(loader, args, maps, ticket / items, ticket % items, [] {}, [](int, int, int) { return 0; });
     return true;
   });
 }
@@ -82,9 +56,13 @@ __device__ void consume(Smem& smem, const Arguments& args, int index) {
   Reader<Smem> reader(smem, index);
   for (int queries; (queries = reader.wait()) != kWorkEnds;) {
     const Item item = reader.wait_resident();
-    KeyConsumer<T, Smem> consumer(reader, args.scale, args.scale_log2);
+    KeyConsumer<T, Smem> consumer(reader, args.scale_log2);
     consumer.accumulate(queries, [](const auto&, int) {});
-    consumer.store(args.shape, item, args.d_key, args.d_value);
+    const int valid = item.valid - reader.first_row();
+    const int64_t token = item.batch * args.shape.key_length() + item.token + reader.first_row();
+    const int64_t stride = args.shape.kv_heads * Smem::kHeadDim, to = token * stride + item.head * Smem::kHeadDim;
+    store_rows(static_cast<T*>(args.d_key) + to, stride, consumer.d_key(), args.scale, valid);
+    store_rows(static_cast<T*>(args.d_value) + to, stride, consumer.d_value(), 1, valid);
   }
 }
 

@@ -13,16 +13,54 @@
 // rows of dK and dV, which are written as 0.
 #pragma once
 
+#include "maps.cuh"
+#include "parts.h"
 #include "pipeline.cuh"
+#include "query_tiles.cuh"
 
 namespace vsa::sm90 {
+
+// The loads of a key item, `item` of kv head `kv` (of B * K). await() is called before its keys are loaded;
+// kept(query head, query tile, place) says where the gradients of the first blocks of a pair are kept.
+template <class Smem, class Arguments, class Await, class Kept>
+__device__ void load_key_item(Loader<Smem>& loader, const Arguments& args, const Maps& maps, int kv, int item,
+                              Await await, Kept kept) {
+  const Shape& shape = args.shape;
+  const int tile_size = static_cast<int>(shape.tile_size), token = item * Smem::kItemRows, key_tile = token / tile_size;
+  const int batch = kv / static_cast<int>(shape.kv_heads), kv_head = kv % static_cast<int>(shape.kv_heads);
+  const int size = args.pairs.key_sizes[batch * shape.key_tiles + key_tile];
+  const int valid = min(max(size - token % tile_size, 0), Smem::kItemRows);
+  const int groups = static_cast<int>(shape.groups());
+  for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
+    const int64_t row = batch * shape.heads + head;
+    QueryTiles tiles(shape, args.pairs, batch, args.transposed.offsets + row * (shape.key_tiles + 1),
+                     args.transposed.entries + row * shape.rows() * shape.width, key_tile);
+    if (head == kv_head * groups) {  // not sooner: the loads that begin a list depend on each other
+      await();
+      loader.load_resident(&maps.key, &maps.value, {batch, kv_head, token, valid},
+                           batch * static_cast<int>(shape.key_length()) + token);
+      if (valid == 0) return;
+    }
+    for (; tiles.left(); tiles.next()) {
+      const int query_tile = tiles.tile(), query_size = tiles.size(), first_kept = kept(head, query_tile, tiles.place());
+#pragma unroll 1
+      for (int at = 0; at < query_size; at += kBlockRows) {
+        const int query = query_tile * tile_size + at;
+        const int over_batches = batch * static_cast<int>(shape.query_length()) + query;
+        const int64_t value = row * shape.query_length() + query;
+        const int queries = min(query_size - at, kBlockRows);
+        loader.load(&maps.query, head, over_batches, queries, args.lse + value, first_kept + at / kBlockRows);
+        loader.load(&maps.d_out, head, over_batches, queries, args.delta + value);
+      }
+    }
+  }
+}
 
 // Made anew for every item.
 template <class T, class Smem>
 class KeyConsumer {
  public:
-  __device__ KeyConsumer(Reader<Smem>& reader, float scale, float scale_log2)
-      : reader_(reader), scale_(scale), scale_log2_(scale_log2) {}
+  __device__ KeyConsumer(Reader<Smem>& reader, float scale_log2) : reader_(reader), scale_log2_(scale_log2) {}
 
   // The steps of an item and the mark at its end. `queries` is the note that has arrived: of the first step, or the
   // mark. keep(gradients of the logits, slot of Q) is called in every step; the product that reads them may still run.
@@ -90,16 +128,9 @@ class KeyConsumer {
     }
   }
 
-  // The gradients of the item; 0 for rows past the valid ones.
-  __device__ void store(const Shape& shape, const Item& item, void* d_key, void* d_value) {
-    const int first_row = reader_.first_row();
-    const int valid = item.valid - first_row;
-    const int64_t token = item.batch * shape.key_length() + item.token + first_row;
-    const int64_t stride = shape.kv_heads * kHeadDim;
-    const int64_t to = token * stride + item.head * kHeadDim;
-    store_rows(static_cast<T*>(d_key) + to, stride, d_key_, scale_, valid);
-    store_rows(static_cast<T*>(d_value) + to, stride, d_value_, 1, valid);
-  }
+  // The sums of an item, all that its rows get but for d_key's scale.
+  __device__ const auto& d_key() const { return d_key_; }
+  __device__ const auto& d_value() const { return d_value_; }
 
  private:
   static constexpr int kHeadDim = Smem::kHeadDim;
@@ -144,7 +175,7 @@ class KeyConsumer {
   }
 
   Reader<Smem>& reader_;
-  const float scale_, scale_log2_;
+  const float scale_log2_;
   float logits_[kBlockRows / 2];     // then weights
   float d_weights_[kBlockRows / 2];  // then gradients of the logits
   float d_key_[kHeadDim / 2] = {}, d_value_[kHeadDim / 2] = {};

@@ -11,20 +11,26 @@
 namespace vsa::sm90 {
 
 struct Maps {
-  CUtensorMap query, d_out, key, value;  // boxes of kBlockRows tokens, all columns
+  CUtensorMap query, d_out, key, value;    // boxes of kBlockRows tokens, all columns
+  CUtensorMap d_query, d_key, d_value;  // and of 64 columns
 };
 
 // Returns why not, or "".
 inline std::string Encode(const BackwardParams& params, Maps* maps) {
   const Shape& shape = params.shape;
-  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, shape.head_dim, kBlockRows,
-                        static_cast<int>(shape.head_dim / kSwizzleColumns));
+  std::string error;
+  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int blocks) {
+    if (!error.empty()) return;
+    error = EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, shape.head_dim, kBlockRows, blocks);
   };
-  std::string error = encode(&maps->query, params.query, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps->d_out, params.d_out, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&maps->key, params.key, shape.key_length(), shape.kv_heads);
-  if (error.empty()) error = encode(&maps->value, params.value, shape.key_length(), shape.kv_heads);
+  const int all = static_cast<int>(shape.head_dim / kSwizzleColumns);
+  encode(&maps->query, params.query, shape.query_length(), shape.heads, all);
+  encode(&maps->d_out, params.d_out, shape.query_length(), shape.heads, all);
+  encode(&maps->key, params.key, shape.key_length(), shape.kv_heads, all);
+  encode(&maps->value, params.value, shape.key_length(), shape.kv_heads, all);
+  encode(&maps->d_query, params.d_query, shape.query_length(), shape.heads, 1);
+  encode(&maps->d_key, params.d_key, shape.key_length(), shape.kv_heads, 1);
+  encode(&maps->d_value, params.d_value, shape.key_length(), shape.kv_heads, 1);
   return error;
 }
 

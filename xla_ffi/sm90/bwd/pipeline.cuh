@@ -28,10 +28,6 @@ constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kColumnBlockBytes = kBlockRows * 128;  // of 64 rows and 64 columns
 constexpr int kKeptBytes = kColumnBlockBytes;        // a kept block
 
-// x, which is the same in all lanes, through a shuffle: then the compiler knows, and keeps what depends on it in
-// uniform registers. Producers have few others.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWholeWarp, x, 0); }
-
 // The resident rows of one stream.
 struct Item {
   int batch, head;  // head: of the resident operands; ~head for an item that has none (spill.cu)
@@ -65,7 +61,7 @@ struct Shared {
 
   // One thread; then __syncthreads.
   __device__ void init() {
-    constexpr int kReaders = kConsumers / kStreams * kWarpgroup / 32;
+    constexpr int kReaders = kConsumers / kStreams * kWarpgroup / 32 * kWarpArrivals;
     for (int stream = 0; stream < kStreams; ++stream) {
       for (int slot = 0; slot < kSlots; ++slot) {
         mbarrier_init(shared_address(&full[stream][slot]), 1);
@@ -198,7 +194,7 @@ class Reader {
   // What all lanes have read.
   __device__ void release(int slot) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.empty[stream_][slot]));
+    if (arrives()) mbarrier_arrive(shared_address(&smem_.empty[stream_][slot]));
   }
 
   // The shuffles also see to it that all lanes have the item before the resident rows, and it, are given back.
@@ -211,7 +207,7 @@ class Reader {
 
   __device__ void release_resident() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.resident_empty[stream_]));
+    if (arrives()) mbarrier_arrive(shared_address(&smem_.resident_empty[stream_]));
   }
 
   // Rows past `valid` of a slot become 0.

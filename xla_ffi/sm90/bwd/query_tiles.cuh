@@ -7,40 +7,60 @@
 
 namespace vsa::sm90 {
 
-// Calls visit(tile, size, place) for every query tile that keeps `key_tile` and has valid slots: the dense rows,
-// then all others for a prefix tile, else those that list it. `place` is that of the key tile in the query tile's
-// order (KeyTiles::place). offsets and entries: of this head, as in parts.h. A whole warp calls this.
-template <class Visit>
-__device__ __forceinline__ void for_each_query_tile(const Shape& shape, const Pairs& pairs, int batch,
-                                                    const int32_t* offsets, const int32_t* entries, int key_tile,
-                                                    Visit visit) {
-  const int lane = threadIdx.x % 32;
-  const int prefix = static_cast<int>(shape.num_prefix_tiles);
-  const int width = static_cast<int>(shape.width);
-  const bool everywhere = key_tile < prefix;
-  const int dense = static_cast<int>(everywhere ? shape.query_tiles : shape.num_dense_rows);
-  const int first = everywhere ? 0 : offsets[key_tile];
-  const int total = dense + (everywhere ? 0 : offsets[key_tile + 1] - first);
-  const int32_t* list = entries + first - dense;
-  const int32_t* sizes = pairs.query_sizes + batch * shape.query_tiles;
-
-  for (int base = 0; base < total; base += 32) {
-    int tile = base + lane, size = 0, place = key_tile;
-    if (tile < total) {
-      if (tile >= dense) {
-        const int entry = list[tile];
-        tile = entry / width;
-        place = prefix + entry - tile * width;
-        tile += static_cast<int>(shape.num_dense_rows);
-      }
-      size = sizes[tile];
-    }
-    for (unsigned left = __ballot_sync(kWholeWarp, size > 0); left; left &= left - 1) {
-      const int from = __ffs(left) - 1;
-      visit(__shfl_sync(kWholeWarp, tile, from), __shfl_sync(kWholeWarp, size, from),
-            __shfl_sync(kWholeWarp, place, from));
-    }
+// Every query tile that keeps `key_tile` and has valid slots: the dense rows, then all others for a prefix tile, else
+// those that list it. offsets and entries: of this head, as in parts.h. All methods are for a whole warp, in step.
+class QueryTiles {
+ public:
+  __device__ QueryTiles(const Shape& shape, const Pairs& pairs, int batch, const int32_t* offsets,
+                        const int32_t* entries, int key_tile)
+      : shape_(shape), pairs_(pairs), batch_(batch), key_tile_(key_tile) {
+    const bool everywhere = key_tile < shape.num_prefix_tiles;
+    first_listed_ = static_cast<int>(everywhere ? shape.query_tiles : shape.num_dense_rows);
+    const int first = everywhere ? 0 : offsets[key_tile];
+    total_ = first_listed_ + (everywhere ? 0 : offsets[key_tile + 1] - first);
+    list_ = entries + first - first_listed_;
+    next();
   }
-}
+
+  // The tile at hand, if any is left; how many of its slots are valid; and the place of the key tile in its order
+  // (KeyTiles::place).
+  __device__ bool left() const { return left_; }
+  __device__ int tile() const { return __shfl_sync(kWholeWarp, lane_tile_, __ffs(left_) - 1); }
+  __device__ int size() const { return __shfl_sync(kWholeWarp, lane_size_, __ffs(left_) - 1); }
+  __device__ int place() const { return __shfl_sync(kWholeWarp, lane_place_, __ffs(left_) - 1); }
+
+  __device__ void next() {
+    left_ &= left_ - 1;
+    for (; left_ == 0 && base_ < total_; base_ += 32) fetch();
+  }
+
+ private:
+  // The next 32, one a lane.
+  __device__ void fetch() {
+    int tile = base_ + threadIdx.x % 32;
+    lane_size_ = 0;
+    lane_place_ = key_tile_;
+    if (tile < total_) {
+      if (tile >= first_listed_) {
+        const int entry = list_[tile], width = static_cast<int>(shape_.width);
+        tile = entry / width;
+        lane_place_ = static_cast<int>(shape_.num_prefix_tiles) + entry - tile * width;
+        tile += static_cast<int>(shape_.num_dense_rows);
+      }
+      lane_size_ = pairs_.query_sizes[batch_ * shape_.query_tiles + tile];
+    }
+    lane_tile_ = tile;
+    left_ = __ballot_sync(kWholeWarp, lane_size_ > 0);
+  }
+
+  // What constant memory or a few instructions give is not kept: producers have few registers.
+  const Shape& shape_;
+  const Pairs& pairs_;
+  const int batch_, key_tile_;
+  const int32_t* list_;
+  int first_listed_, total_, base_ = 0;
+  int lane_tile_, lane_size_, lane_place_;  // this lane's
+  unsigned left_ = 0;                       // lanes whose tiles are still to come, that at hand among them
+};
 
 }  // namespace vsa::sm90

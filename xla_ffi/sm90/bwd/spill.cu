@@ -21,7 +21,7 @@
 // is for earlier tickets, which running CTAs hold: no deadlock.
 //
 // Ring: Q with lse, dO with delta; or K, dS. A step's dS is staged in shared memory, two stages a consumer, and goes
-// out by bulk copies that leave the L2 first.
+// out by bulk copies that leave the L2 first. An item's gradients go through the same stages, 64 columns each.
 //
 // Barriers beside those of pipeline.cuh
 //   stage_full[2][2]   one lane of 4 warps   a stage is filled, or says more in its note (storing warp)
@@ -33,9 +33,9 @@
 // padded queries are 0. Blocks of query rows without valid rows are never written; what is read there reaches only
 // rows of dQ that are written as 0.
 //
-// Bound: the L2, 160 KB a pair of tiles of 128, and power. Measured (as in dkdv.cu, 5 products counted, transposing
-// included): tiles of 128 7.18 ms, 505 TFLOP/s; 256 7.17 ms, 506; 64 7.85 ms, 462. The key items alone take 5.34 ms.
-// In one profiled run (6.20 ms at 1.56 GHz) the tensor cores were busy 69 % of the time, the L2 88 %, DRAM 59 %.
+// Bound: the L2, 160 KB a pair of tiles of 128, and power. Measured (as in dkdv.cu, but 2026-12-01, 5 products counted,
+// transposing included): tiles of 128 7.02 ms, 516 TFLOP/s; 256 6.94 ms, 522; 64 7.62 to 7.71 ms, 470 to 476. In one
+// profiled run (6.06 ms at 1.58 GHz) the tensor cores were busy 70 % of the time, the L2 83 %, DRAM 59 %.
 #include <algorithm>
 
 #include "../launch.cuh"
@@ -52,9 +52,13 @@ namespace {
 constexpr int kHeadDim = 128;
 constexpr int kStages = 2;  // of dS, a consumer
 
-// What a stage's note says: a block's number; or that the work ends; or which counter to raise.
+// What a stage's note says: the number of a kept block; or that the work ends; or which 64 columns of which gradient the
+// stage has; or which counter to raise.
+enum Gradient { kDQuery, kDKey, kDValue, kGradients };
+constexpr int kBlocks = kHeadDim / kSwizzleColumns;  // of 64 columns
 constexpr int kStoringEnds = -1;
-constexpr int kFirstCounter = -2;  // counter i: kFirstCounter - i
+constexpr int kFirstGradient = kStoringEnds - 1;                      // block b of gradient g: this - g * kBlocks - b
+constexpr int kFirstCounter = kFirstGradient - kGradients * kBlocks;  // counter i: this - i
 
 // Which item a ticket stands for.
 struct Schedule {
@@ -90,25 +94,26 @@ struct Arguments {
   float scale, scale_log2;
   const float* lse;
   const float* delta;
-  void* d_query;
-  void* d_key;
-  void* d_value;
   uint8_t* kept;
   int pairs_of_head;
   int* tickets;
   int* done;  // [2, B * K]: consumers that are done with key items, with query items
 };
 
+struct Stages {
+  uint8_t stages[kConsumers][kStages][kKeptBytes];  // first: TMA swizzles by the address
+};
+
 template <int kStreams>
-struct Memory : Shared<kHeadDim, kStreams, 8> {
-  alignas(128) uint8_t stages[kConsumers][kStages][kKeptBytes];
+struct Memory : Stages, Shared<kHeadDim, kStreams, 8> {
   uint64_t stage_full[kConsumers][kStages], stage_empty[kConsumers][kStages];
   int stage_notes[kConsumers][kStages];
+  int2 stage_rows[kConsumers][kStages];  // of a gradient: its head, and its first token, over batches
 
   __device__ void init() {
     for (int i = 0; i < kConsumers * kStages; ++i) {
-      mbarrier_init(shared_address(&stage_full[0][i]), kWarpgroup / 32);
-      mbarrier_init(shared_address(&stage_empty[0][i]), 1);
+      mbarrier_init(shared_address(&stage_full[0][i]), kWarpgroup / 32 * kWarpArrivals);
+      mbarrier_init(shared_address(&stage_empty[0][i]), kWarpArrivals);
     }
     Shared<kHeadDim, kStreams, 8>::init();
   }
@@ -147,35 +152,16 @@ class Producer {
 
  private:
   __device__ void keys(int kv, int item) {
-    const Shape& shape = args_.shape;
-    const int tile_size = static_cast<int>(shape.tile_size), blocks = tile_size / kBlockRows;
-    const int batch = kv / static_cast<int>(shape.kv_heads), kv_head = kv % static_cast<int>(shape.kv_heads);
-    const int token = item * Smem::kItemRows, key_tile = token / tile_size;
-    const int valid = valid_rows(args_.pairs.key_sizes[batch * shape.key_tiles + key_tile], token);
-    const int before = kv - args_.schedule.buffers;
-    if (before >= 0) await_all(args_.done + args_.schedule.heads + before, args_.schedule.query_items);
-    loader_.load_resident(&maps_.key, &maps_.value, {batch, kv_head, token, valid},
-                          batch * static_cast<int>(shape.key_length()) + token);
-    if (valid == 0) return;
-    const int groups = static_cast<int>(shape.groups());
-    for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
-      const int64_t row = batch * shape.heads + head;
-      const auto visit = [&](int query_tile, int query_size, int place) {
-        const int pair = FirstPair(args_, kv, head, query_tile) + place;
-        const int kept = (pair * blocks + token % tile_size / kBlockRows) * blocks;
-#pragma unroll 1
-        for (int at = 0; at < query_size; at += kBlockRows) {
-          const int query = query_tile * tile_size + at;
-          const int over_batches = batch * static_cast<int>(shape.query_length()) + query;
-          const int64_t value = row * shape.query_length() + query;
-          const int queries = min(query_size - at, kBlockRows);
-          loader_.load(&maps_.query, head, over_batches, queries, args_.lse + value, kept + at / kBlockRows);
-          loader_.load(&maps_.d_out, head, over_batches, queries, args_.delta + value);
-        }
-      };
-      for_each_query_tile(shape, args_.pairs, batch, args_.transposed.offsets + row * (shape.key_tiles + 1),
-                          args_.transposed.entries + row * shape.rows() * shape.width, key_tile, visit);
-    }
+    const int blocks = static_cast<int>(args_.shape.tile_size) / kBlockRows;
+    const int key_block = item * Smem::kItemRows / kBlockRows % blocks;
+    const auto await = [&] {
+      const int before = kv - args_.schedule.buffers;
+      if (before >= 0) await_all(args_.done + args_.schedule.heads + before, args_.schedule.query_items);
+    };
+    const auto kept = [&](int head, int query_tile, int place) {
+      return ((FirstPair(args_, kv, head, query_tile) + place) * blocks + key_block) * blocks;
+    };
+    load_key_item(loader_, args_, maps_, kv, item, await, kept);
   }
 
   __device__ void queries(int kv, int item) {
@@ -186,12 +172,13 @@ class Producer {
     const int head = kv_head * static_cast<int>(shape.groups()) + item / items;
     const int token = item % items * Smem::kItemRows, query_tile = token / tile_size;
     const int valid = valid_rows(args_.pairs.query_sizes[batch * shape.query_tiles + query_tile], token);
+    KeyTiles tiles(shape, args_.pairs, batch, head, query_tile);
+    if (valid == 0) tiles = KeyTiles();
     await_all(args_.done + kv, args_.schedule.key_items);
     const int first_block = FirstPair(args_, kv, head, query_tile) * blocks * blocks + token % tile_size / kBlockRows;
     const auto kept = [&](int step) { return args_.kept + (first_block + int64_t{step} * blocks) * kKeptBytes; };
     loader_.announce({batch, ~head, token, valid});
-    if (valid == 0) return;
-    for (KeyTiles tiles(shape, args_.pairs, batch, head, query_tile); tiles.tile() != KeyTiles::kNone; tiles.next()) {
+    for (; tiles.tile() != KeyTiles::kNone; tiles.next()) {
       int step = tiles.place() * blocks;
 #pragma unroll 1
       for (int at = 0; at < tiles.size(); at += kBlockRows, ++step) {
@@ -240,6 +227,22 @@ class Keeper {
     say(block);
   }
 
+  // Rows of a gradient [64, H]; those past `valid` become 0. first_token: over batches.
+  template <class T>
+  __device__ void store(Gradient gradient, int head, int first_token, const float (&rows)[kHeadDim / 2], float scale,
+                        int valid) {
+    const float factor[2] = {scale, scale};
+    const bool counts[2] = {accumulator_row(0) < valid, accumulator_row(2) < valid};
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      wait();
+      stage_rows<T>(shared_address(smem_.stages[consumer_][stage_.at]), rows, block, factor, counts);
+      fence_proxy_async();
+      if (threadIdx.x % kWarpgroup == 0) smem_.stage_rows[consumer_][stage_.at] = {head, first_token};
+      say(kFirstGradient - (gradient * kBlocks + block));
+    }
+  }
+
   // This consumer is done with an item; or with all.
   __device__ void raise(int counter) {
     wait();
@@ -258,7 +261,7 @@ class Keeper {
   __device__ void say(int note) {
     if (threadIdx.x % kWarpgroup == 0) smem_.stage_notes[consumer_][stage_.at] = note;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&smem_.stage_full[consumer_][stage_.at]));
+    if (arrives()) mbarrier_arrive(shared_address(&smem_.stage_full[consumer_][stage_.at]));
     stage_.advance();
   }
 
@@ -271,31 +274,35 @@ class Keeper {
 
 // The storing warp of one consumer.
 template <class Smem>
-__device__ void store_stages(Smem& smem, const Arguments& args, int consumer) {
+__device__ void store_stages(Smem& smem, const Arguments& args, const Maps& maps, int consumer) {
   for (Cursor<kStages> stage;; stage.advance()) {
     mbarrier_wait(shared_address(&smem.stage_full[consumer][stage.at]), stage.parity);
     const int note = uniform(smem.stage_notes[consumer][stage.at]);
     if (note == kStoringEnds) return;
     if (elect()) {
-      if (note >= 0) {
-        const uint32_t from = shared_address(smem.stages[consumer][stage.at]);
-        bulk_store_once(args.kept + int64_t{note} * kKeptBytes, from, kKeptBytes);
-        tma_store_commit();
-        tma_store_wait_read();
-      } else {
+      const uint32_t from = shared_address(smem.stages[consumer][stage.at]);
+      if (note <= kFirstCounter) {
         tma_store_wait();
         publish(args.done + kFirstCounter - note);
+      } else if (note <= kFirstGradient) {
+        const int which = kFirstGradient - note;
+        const int2 rows = smem.stage_rows[consumer][stage.at];
+        tma_store(&maps.d_query + which / kBlocks, from, which % kBlocks, rows.x, rows.y);
+      } else {
+        bulk_store_once(args.kept + int64_t{note} * kKeptBytes, from, kKeptBytes);
       }
-      mbarrier_arrive(shared_address(&smem.stage_empty[consumer][stage.at]));
+      tma_store_commit();
+      tma_store_wait_read();
     }
+    __syncwarp();
+    if (arrives()) mbarrier_arrive(shared_address(&smem.stage_empty[consumer][stage.at]));
     __syncwarp();
   }
 }
 
 // dQ of the queries of one item.
 template <class T, class Smem>
-__device__ void sum_kept(Reader<Smem>& reader, const Arguments& args, const Item& item, int keys) {
-  float d_query[kHeadDim / 2] = {};
+__device__ void sum_kept(Reader<Smem>& reader, int keys, float (&d_query)[kHeadDim / 2]) {
   reader.release_resident();
   pin(d_query);
   for (; keys != kItemEnds; keys = reader.wait()) {
@@ -317,30 +324,32 @@ __device__ void sum_kept(Reader<Smem>& reader, const Arguments& args, const Item
     reader.release(kept_slot);
   }
   reader.release(reader.take());
-  const Shape& shape = args.shape;
-  const int64_t stride = shape.heads * kHeadDim;
-  const int64_t token = item.batch * shape.query_length() + item.token + reader.first_row();
-  store_rows(static_cast<T*>(args.d_query) + token * stride + ~item.head * kHeadDim, stride, d_query, args.scale,
-             item.valid - reader.first_row());
 }
 
 template <class T, class Smem>
 __device__ void consume(Smem& smem, const Arguments& args, int index) {
   Reader<Smem> reader(smem, index);
   Keeper<Smem> keeper(smem, reader, args, index);
-  const int kv_heads = static_cast<int>(args.shape.kv_heads);
+  const Shape& shape = args.shape;
   for (int rows; (rows = reader.wait()) != kWorkEnds;) {
     const Item item = reader.wait_resident();
-    if (item.head < 0) {
-      sum_kept<T>(reader, args, item, rows);
-      const int kv = item.batch * kv_heads + ~item.head / static_cast<int>(args.shape.groups());
-      keeper.raise(args.schedule.heads + kv);
+    const int valid = item.valid - reader.first_row(), first_row = item.token + reader.first_row();
+    const auto store = [&](Gradient gradient, int head, int64_t length, const auto& sums, float scale) {
+      keeper.template store<T>(gradient, head, item.batch * static_cast<int>(length) + first_row, sums, scale, valid);
+    };
+    const bool queries = item.head < 0;
+    const int kv_heads = static_cast<int>(shape.kv_heads), groups = static_cast<int>(shape.groups());
+    if (queries) {
+      float d_query[kHeadDim / 2] = {};
+      sum_kept<T>(reader, rows, d_query);
+      store(kDQuery, ~item.head, shape.query_length(), d_query, args.scale);
+      keeper.raise(args.schedule.heads + item.batch * kv_heads + ~item.head / groups);
     } else {
-      const int valid = item.valid - reader.first_row();
-      KeyConsumer<T, Smem> consumer(reader, args.scale, args.scale_log2);
+      KeyConsumer<T, Smem> consumer(reader, args.scale_log2);
       consumer.accumulate(rows, [&](const auto& d_logits, int slot) { keeper.keep(d_logits, slot, valid); });
+      store(kDValue, item.head, shape.key_length(), consumer.d_value(), 1);
+      store(kDKey, item.head, shape.key_length(), consumer.d_key(), args.scale);
       keeper.raise(item.batch * kv_heads + item.head);
-      consumer.store(args.shape, item, args.d_key, args.d_value);
     }
   }
   keeper.end();
@@ -359,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kWarpgroup / 32) {
     setmaxnreg_dec<24>();
     if (warp < kStreams) Producer<Smem>(smem, args, maps, kStreams == 1 ? 0 : warp).run();
-    if (warp >= 2) store_stages(smem, args, warp - 2);
+    if (warp >= 2) store_stages(smem, args, maps, warp - 2);
   } else {
     setmaxnreg_inc<240>();
     consume<T>(smem, args, warp / (kWarpgroup / 32) - 1);
@@ -407,9 +416,6 @@ std::string Launch(const BackwardParams& params, const Transposed& transposed, v
                        static_cast<float>(params.scale * kLog2E),
                        static_cast<const float*>(params.lse),
                        static_cast<const float*>(params.delta),
-                       params.d_query,
-                       params.d_key,
-                       params.d_value,
                        static_cast<uint8_t*>(kept),
                        static_cast<int>(PairsOfHead(shape)),
                        counters,

@@ -1,27 +1,30 @@
 // Forward for tiles of 128 and 256 tokens: 128 query rows of one tile share one list.
 //
 // CTA: 3 warpgroups, persistent, one per SM.
-//   warpgroup 0  producer: warp 0 takes tickets, walks lists and issues every TMA load; 40 registers
+//   warpgroup 0  producers, 40 registers: warp 0 takes tickets and walks lists, warp 1 issues every TMA load
 //   warpgroup 1  consumer of rows 0..63   232 registers: S 64, O 64, P 32, Q 32
 //   warpgroup 2  consumer of rows 64..127
 //
 // A step is 128 keys. A consumer has the product of the next step and the P V of this one in flight while it
-// computes exponentials, also across the end of an item (128 query rows of one head):
+// computes exponentials, also across the end of an item (128 query rows of one head), whose output it stores after the
+// first weights of the next:
 //
 //   producer             consumer 1                          consumer 2
 //   K(g+1) -> slot       S(g+1) = Q K(g+1), O += P(g) V(g)   softmax(g)
 //   V(g)   -> slot       softmax(g+1)                        S(g+1) = Q K(g+1), O += P(g) V(g)
 //   K(g+2) -> slot       S(g+2) ...                          softmax(g+1)
 //
-// Barriers        arrivals                 meaning (waiter)
-//   full[slot]    producer + bytes         K or V of a step is there (consumers)
-//   empty[slot]   one lane of 8 warps      both consumers have read it (producer); in a cluster, those of both CTAs
-//   q_full        producer + bytes         Q of an item is there (consumers)
-//   q_empty       one lane of 8 warps      its place is free: they have it in registers, and the output of the item
-//                                          before, which went out through that place, has been read (producer)
-//   mail_full[8]  producer + bytes         a ticket from the cluster's first CTA (the second's producer)
-//   turn[1..2]    named, 256 threads       consumers issue matrix products in turns
-//   own[1..2]     named, 128 threads       one consumer's threads
+// Barriers          arrivals                 meaning (waiter)
+//   full[slot]      loader + bytes           K or V of a step is there (consumers)
+//   empty[slot]     one lane of 8 warps      both consumers have read it (loader); in a cluster, those of both CTAs
+//   q_full          loader + bytes           Q of an item is there (consumers)
+//   q_empty         one lane of 8 warps      its place is free: they have it in registers, and the output of the item
+//                                            before, which went out through that place, has been read (loader)
+//   jobs: full[8]   walker                   a step to load is there (loader)
+//   jobs: empty[8]  one lane of the loader   has been read (walker)
+//   mail_full[16]   walker + bytes           a ticket from the cluster's first CTA (the second's walker)
+//   turn[1..2]      named, 256 threads       consumers issue matrix products in turns
+//   own[1..2]       named, 128 threads       one consumer's threads
 //
 // Shared memory at H = 128: Q, then O 32 KB, six K or V slots of 32 KB, 224 KB; then barriers, steps, items and mails.
 //
@@ -46,7 +49,7 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kConsumerRows = kRows / kConsumers;
 constexpr int kWarpRows = kConsumerRows / 4;
-constexpr int kMails = 8;
+constexpr int kJobs = 8, kMails = 16;
 
 struct Arguments {
   Shape shape;
@@ -68,6 +71,12 @@ class Step {
     step.word_ = 1 << 18;
     return step;
   }
+  // The same, known to be so in all lanes.
+  __device__ Step uniform() const {
+    Step step;
+    step.word_ = sm90::uniform(word_);
+    return step;
+  }
   __device__ int keys() const { return word_ & 0xffff; }
   __device__ bool first() const { return word_ >> 16 & 1; }
   __device__ bool last() const { return word_ >> 17 & 1; }
@@ -82,6 +91,13 @@ struct Item {
   int valid;               // rows that count; the rest give 0
 };
 
+// A step, for the loader.
+struct Job {
+  Item item;
+  int token;  // of the first of 128 rows of K and V, over batches; -1: nothing to load
+  Step step;
+};
+
 template <int kHeadDim>
 struct Shared {
   static constexpr int kSlots = kHeadDim == 128 ? 6 : 12;
@@ -93,47 +109,37 @@ struct Shared {
   uint8_t slots[kSlots][kColumnBlocks][kKeyBlockBytes];
   uint64_t full[kSlots], empty[kSlots];
   uint64_t q_full, q_empty;
+  Messages<Job, kJobs> jobs;
   uint64_t mail_full[kMails];
   int mails[kMails];  // tickets, from the cluster's first CTA
   Step steps[kSlots];  // of the slots that hold K
   Item items[4];       // the last ones whose Q was loaded, in turns
 };
 
+// Takes tickets and walks lists, some steps ahead: the loads that begin a list depend on each other.
 template <int kHeadDim, int kCluster>
-class Producer {
+class Walker {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Producer(Smem& smem, const Arguments& args, const CUtensorMap* query, const CUtensorMap* key,
-                      const CUtensorMap* value)
-      : smem_(smem), args_(args), query_(query), key_(key), value_(value) {}
+  __device__ Walker(Smem& smem, const Arguments& args) : smem_(smem), args_(args) {}
 
   __device__ void run() {
     for (int ticket = blockIdx.x / kCluster; ticket < args_.items;) {
       int next = 0;
       if (lane_ == 0 && rank_ == 0) next = gridDim.x / kCluster + atomicAdd(args_.ticket, 1);
       item(ticket);
-      ticket = __shfl_sync(kWholeWarp, next, 0);
+      ticket = uniform(next);
       if (kCluster > 1) ticket = share(ticket);
     }
-    acquire();
-    if (lane_ == 0) {
-      smem_.steps[slot_.at] = Step::End();
-      mbarrier_arrive(shared_address(&smem_.full[slot_.at]));
-    }
-    slot_.advance();
-    if (previous_.head >= 0) load_value();
+    smem_.jobs.write(job_, {{}, 0, Step::End()});
   }
 
  private:
-  struct Keys {
-    int head;   // -1: none yet
-    int token;  // of the first of 128 rows, over batches; -1: nothing to load
-  };
-
-  // The first CTA's ticket, in every CTA. A mail is not overwritten before it is read: the ring of K and V, which
-  // both CTAs must have emptied, keeps the first CTA less than kMails items ahead.
+  // The first CTA's ticket, in every CTA. A mail is not overwritten before it is read: the loaders, who share the ring
+  // of K and V, are less than a ring apart, and a walker is less than its jobs ahead of its loader.
   __device__ int share(int ticket) {
+    static_assert(Smem::kSlots / 2 + kJobs + 2 <= kMails);
     const uint32_t mail = shared_address(&smem_.mails[mail_.at]);
     const uint32_t full = shared_address(&smem_.mail_full[mail_.at]);
     if (rank_ == 0) {
@@ -162,25 +168,69 @@ class Producer {
     const int size = args_.pairs.query_sizes[batch * shape.query_tiles + tile];
     const Item item{batch, head, row_block * kRows, min(max(size - row_block % halves * kRows, 0), kRows)};
 
-    const int kv_head = head / static_cast<int>(shape.groups());
     KeyTiles keys(shape, args_.pairs, batch, head, tile);
     if (size == 0) keys = KeyTiles();
-    if (keys.tile() == KeyTiles::kNone) {
-      step({kv_head, -1}, Step(0, true, true));
-      load_query(item);
-    }
+    if (keys.tile() == KeyTiles::kNone) smem_.jobs.write(job_, {item, -1, Step(0, true, true)});
     for (bool first = true; keys.tile() != KeyTiles::kNone;) {
       int token = (batch * static_cast<int>(shape.key_tiles) + keys.tile()) * static_cast<int>(shape.tile_size);
       int left = keys.size();
       keys.next();
       for (; left > 0; left -= kKeys, token += kKeys) {
-        step({kv_head, token}, Step(min(left, kKeys), first, left <= kKeys && keys.tile() == KeyTiles::kNone));
-        // Not before: its place becomes free when the item two before is stored, for which K and V up to here are needed.
-        if (first) load_query(item);
+        const bool last = left <= kKeys && keys.tile() == KeyTiles::kNone;
+        smem_.jobs.write(job_, {item, token, Step(min(left, kKeys), first, last)});
         first = false;
       }
     }
   }
+
+  Smem& smem_;
+  const Arguments& args_;
+  const int lane_ = threadIdx.x % 32;
+  const int rank_ = kCluster == 1 ? 0 : cluster_rank();
+  Cursor<kJobs> job_;
+  Cursor<kMails> mail_;
+};
+
+// Issues every load.
+template <int kHeadDim, int kCluster>
+class Loader {
+ public:
+  using Smem = Shared<kHeadDim>;
+
+  __device__ Loader(Smem& smem, const Shape& shape, const CUtensorMap* query, const CUtensorMap* key,
+                    const CUtensorMap* value)
+      : smem_(smem), shape_(shape), query_(query), key_(key), value_(value) {}
+
+  __device__ void run() {
+    for (Cursor<kJobs> place;;) {
+      const Job job = smem_.jobs.read(place);
+      const Step step = job.step.uniform();
+      // K of this step, then V of the step before: the order in which consumers use them.
+      acquire();
+      if (elect()) smem_.steps[slot_.at] = step;
+      const Keys keys{uniform(job.item.head) / static_cast<int>(shape_.groups()), uniform(job.token)};
+      if (step.end()) {
+        if (elect()) mbarrier_arrive(shared_address(&smem_.full[slot_.at]));
+        slot_.advance();
+      } else {
+        load(key_, keys);
+      }
+      if (previous_.head >= 0) {
+        acquire();
+        load(value_, previous_);
+      }
+      if (step.end()) return;
+      previous_ = keys;
+      // Not before: its place becomes free when the item two before is stored, for which K and V up to here are needed.
+      if (step.first()) load_query(job.item);
+    }
+  }
+
+ private:
+  struct Keys {
+    int head;   // -1: none yet
+    int token;  // of the first of 128 rows, over batches; -1: nothing to load
+  };
 
   __device__ void load_query(const Item& item) {
     mbarrier_wait(shared_address(&smem_.q_empty), items_ & 1 ^ 1);
@@ -188,26 +238,12 @@ class Producer {
       const uint32_t full = shared_address(&smem_.q_full);
       smem_.items[items_ % 4] = item;
       mbarrier_arrive_expect_tx(full, sizeof(smem_.query));
-      const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token;
+      const int token = item.batch * static_cast<int>(shape_.query_length()) + item.token;
       for (int consumer = 0; consumer < kConsumers; ++consumer) {
         tma_load(shared_address(smem_.query[consumer]), query_, full, item.head, token + consumer * kConsumerRows);
       }
     }
     ++items_;
-  }
-
-  // K of this step, then V of the step before: the order in which consumers use them.
-  __device__ void step(const Keys& keys, Step step) {
-    acquire();
-    if (elect()) smem_.steps[slot_.at] = step;
-    load(key_, keys);
-    if (previous_.head >= 0) load_value();
-    previous_ = keys;
-  }
-
-  __device__ void load_value() {
-    acquire();
-    load(value_, previous_);
   }
 
   __device__ void acquire() {
@@ -226,7 +262,7 @@ class Producer {
         if (kCluster == 1) {
           tma_load(to, map, full, keys.head, keys.token);
         } else {
-          const int first = rank_ * (kKeys / kCluster);
+          const int first = cluster_rank() * (kKeys / kCluster);
           for (int block = 0; block < Smem::kColumnBlocks; ++block) {
             tma_load_multicast(to + block * Smem::kKeyBlockBytes + first * 128, map, full, block, keys.head,
                                keys.token + first, (1 << kCluster) - 1);
@@ -238,13 +274,10 @@ class Producer {
   }
 
   Smem& smem_;
-  const Arguments& args_;
+  const Shape& shape_;
   const CUtensorMap *query_, *key_, *value_;
-  const int lane_ = threadIdx.x % 32;
-  const int rank_ = kCluster == 1 ? 0 : cluster_rank();
   Cursor<Smem::kSlots> slot_;
   uint32_t items_ = 0;  // whose Q was asked for
-  Cursor<kMails> mail_;
   Keys previous_{-1, 0};
 };
 
@@ -266,13 +299,11 @@ class Consumer {
     wgmma_fence();
     multiply_query_key(slot_.at);
     give_turn();
-    wgmma_wait<0>();
+    wgmma_wait<0>();  // advance() leaves one product running, that of a step before
     pin(logits_);
-    value_slot_ = slot_.at;  // of K, to be released as if it were the step before
+    key_slot_ = slot_.at;
     slot_.advance();
     rows_.reset();
-    rows_.update(logits_, step_.keys(), args_.scale_log2);
-    look_ahead();
     while (advance()) {
     }
     if (threadIdx.x % 32 == 0) tma_store_wait_read();
@@ -301,27 +332,42 @@ class Consumer {
     slot_.advance();
   }
 
-  // On entry logits_ holds the weights of step_. Issues their product with V and the logits of the next step, and makes
-  // the weights of that. False: there was no next step, and all is stored.
+  // On entry the logits of step_ are under way, and the output of the step before. Makes the weights, and issues their
+  // product with V and the logits of the next step. False: there was no next step, and all is stored.
   __device__ __forceinline__ bool advance() {
-    wgmma_wait<0>();  // of the step before
+    const int key_slot = key_slot_;
+    look_ahead();  // in the shade of the products
+    wgmma_wait<1>();
+    pin(logits_);
+    if (previous_.last()) {
+      finish(previous_.keys() > 0);
+      rows_.reset();
+    }
+    if (!rows_.update(logits_, step_.keys(), args_.scale_log2)) {
+      multiply_in_warp<T, Smem::kKeyBlockBytes, kHeadDim / 16>(logits_, query_, smem_.slots[key_slot]);
+      rows_.update(logits_, step_.keys(), args_.scale_log2, true);
+    }
+    release(key_slot);
+
+    wgmma_wait<0>();
     pin(out_);
-    release(value_slot_);
+    if (value_slot_ >= 0) release(value_slot_);
     value_slot_ = next_value_slot_;
     if (!step_.first()) rows_.rescale(out_);
+    else if (items_stored_ + 1 < items_taken_) store();  // the item before: its product ended in the shade of the weights
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) weights_[i] = pack<T>(logits_[2 * i], logits_[2 * i + 1]);
-    const Step step = step_;
     if (next_.end()) {
       if (holds_query_) release_query();
       take_turn();
       pin(out_);
       wgmma_fence();
-      multiply_weights_value(step.first());
+      multiply_weights_value(step_.first());
       if (index_ == 0) give_turn();
       wgmma_wait<0>();
       pin(out_);
-      store(step.keys() > 0);
+      finish(step_.keys() > 0);
+      store();
       return false;
     }
     if (next_.first()) take_query();
@@ -331,30 +377,16 @@ class Consumer {
     pin(out_);
     wgmma_fence();
     multiply_query_key(key_slot_);
-    multiply_weights_value(step.first());
+    multiply_weights_value(step_.first());
     give_turn();
-    const int key_slot = key_slot_;
+    previous_ = step_;
     step_ = next_;
     if (holds_query_) release_query();
-    look_ahead();  // in the shade of the products
-    wgmma_wait<1>();
-    pin(logits_);
-    if (step.last()) {
-      wgmma_wait<0>();
-      pin(out_);
-      store(step.keys() > 0);
-      rows_.reset();
-    }
-    if (!rows_.update(logits_, step_.keys(), args_.scale_log2)) {
-      multiply_in_warp<T, Smem::kKeyBlockBytes, kHeadDim / 16>(logits_, query_, smem_.slots[key_slot]);
-      rows_.update(logits_, step_.keys(), args_.scale_log2);
-    }
-    release(key_slot);
     return true;
   }
 
-  // The next item's Q, into registers. Its place then takes the output of the item before, and only after that goes back;
-  // that of the first item at once.
+  // The next item's Q, into registers. Its place then takes the output of the item before, and only after that goes
+  // back; that of the first item at once.
   __device__ void take_query() {
     if (holds_query_) release_query();
     mbarrier_wait(shared_address(&smem_.q_full), items_taken_ & 1);
@@ -370,10 +402,8 @@ class Consumer {
 
   __device__ void release_query() {
     holds_query_ = false;
-    if (threadIdx.x % 32 == 0) {
-      tma_store_wait_read();
-      mbarrier_arrive(shared_address(&smem_.q_empty));
-    }
+    if (threadIdx.x % 32 == 0) tma_store_wait_read();
+    if (arrives()) mbarrier_arrive(shared_address(&smem_.q_empty));
     __syncwarp();
   }
 
@@ -382,9 +412,11 @@ class Consumer {
     const int lane = threadIdx.x % 32;
     __syncwarp();
     if (kCluster == 1) {
-      if (lane == 0) mbarrier_arrive(empty);
-    } else {
+      if (arrives()) mbarrier_arrive(empty);
+    } else if (kWarpArrivals == 1) {
       if (lane < kCluster) mbarrier_arrive_in_cluster(address_in(lane, empty));
+    } else {
+      for (int rank = 0; rank < kCluster; ++rank) mbarrier_arrive_in_cluster(address_in(rank, empty));
     }
     __syncwarp();  // else the compiler takes the lanes of the loop that this ends to be apart
   }
@@ -407,25 +439,31 @@ class Consumer {
     wgmma_commit();
   }
 
-  // The output and the LSE of the oldest item not stored.
-  __device__ void store(bool any_keys) {
+  // Of the oldest item not stored: the LSE, and what its output is still to be multiplied by.
+  __device__ void finish(bool any_keys) {
     const Item item = smem_.items[items_stored_ % 4];
-    ++items_stored_;
     const Shape& shape = args_.shape;
     float* const lse = args_.lse + (item.batch * shape.heads + item.head) * shape.query_length() + item.token;
-    float norm[2];
-    bool valid[2];
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = index_ * kConsumerRows + accumulator_row(2 * pair);
       float row_lse;
-      rows_.finish(pair, any_keys, &norm[pair], &row_lse);
-      valid[pair] = row < item.valid;
-      if (threadIdx.x % 4 == 0) lse[row] = valid[pair] ? row_lse : -INFINITY;
+      rows_.finish(pair, any_keys, &norm_[pair], &row_lse);
+      if (threadIdx.x % 4 == 0) lse[row] = row < item.valid ? row_lse : -INFINITY;
     }
-    const int token = item.batch * static_cast<int>(shape.query_length()) + item.token + index_ * kConsumerRows;
-    store_rows_by_tma<T, Smem::kQueryBlockBytes>(out_map_, smem_.query[index_][0], item.head, token, out_, norm, valid);
+  }
+
+  // Its output.
+  __device__ void store() {
+    const Item item = smem_.items[items_stored_ % 4];
+    ++items_stored_;
+    bool valid[2];
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) valid[pair] = index_ * kConsumerRows + accumulator_row(2 * pair) < item.valid;
+    const int token = item.batch * static_cast<int>(args_.shape.query_length()) + item.token + index_ * kConsumerRows;
+    store_rows_by_tma<T, Smem::kQueryBlockBytes>(out_map_, smem_.query[index_][0], item.head, token, out_, norm_, valid);
     holds_query_ = true;
+    __syncwarp();
   }
 
   Smem& smem_;
@@ -435,10 +473,12 @@ class Consumer {
   Cursor<Smem::kSlots> slot_;
   uint32_t items_taken_ = 0, items_stored_ = 0;
   bool holds_query_ = false;  // an output lies in Q's place
-  Step step_, next_;
-  int key_slot_;                      // K of next_
-  int value_slot_, next_value_slot_;  // V of the step whose product may be running, and of step_
+  Step previous_{0, false, false}, step_, next_;
+  int key_slot_;              // K of next_
+  int value_slot_ = -1;       // V of the step whose product may be running; -1: none
+  int next_value_slot_;       // V of step_
   RowStatistics rows_;
+  float norm_[2];  // of the oldest item not stored, once all its weights are made
   float logits_[kKeys / 2];
   float out_[kHeadDim / 2];
   uint32_t query_[kHeadDim / 4], weights_[kKeys / 4];
@@ -456,19 +496,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Smem::kSlots; ++i) {
       mbarrier_init(shared_address(&smem.full[i]), 1);
-      mbarrier_init(shared_address(&smem.empty[i]), kCluster * kConsumers * kWarpgroup / 32);
+      mbarrier_init(shared_address(&smem.empty[i]), kCluster * kConsumers * kWarpgroup / 32 * kWarpArrivals);
     }
+    smem.jobs.init();
     mbarrier_init(shared_address(&smem.q_full), 1);
-    mbarrier_init(shared_address(&smem.q_empty), kConsumers * kWarpgroup / 32);
+    mbarrier_init(shared_address(&smem.q_empty), kConsumers * kWarpgroup / 32 * kWarpArrivals);
     for (int i = 0; i < kMails; ++i) mbarrier_init(shared_address(&smem.mail_full[i]), 1);
     fence_mbarrier_init();
   }
   if (kCluster == 1) __syncthreads();
   else cluster_sync();
-  const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
-    if (threadIdx.x < 32) Producer<kHeadDim, kCluster>(smem, args, &query, &key, &value).run();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) Walker<kHeadDim, kCluster>(smem, args).run();
+    if (warp == 1) Loader<kHeadDim, kCluster>(smem, args.shape, &query, &key, &value).run();
   } else {
     setmaxnreg_inc<232>();
     Consumer<T, kHeadDim, kCluster>(smem, args, &out, warpgroup - 1).run();

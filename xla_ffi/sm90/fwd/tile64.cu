@@ -1,34 +1,35 @@
 // Forward for tiles of 64 tokens: three neighbouring query tiles share the loads of the key tiles they have in common.
 //
 // CTA: 4 warpgroups, persistent, one per SM.
-//   warpgroup 0     producers, 32 registers: warp 0 takes tickets, merges three lists and loads Q and K; warp 1 merges them
-//                   too and loads V
+//   warpgroup 0     producers, 32 registers: warp 0 takes tickets and merges three lists, warp 1 loads Q and K, warp 2
+//                   loads V
 //   warpgroups 1-3  consumers, a query tile each; 160 registers: O 64, S 32, Q 32, P 16
 //
-// A step is a key tile of the union of the three lists. Each consumer has a queue of its own, which names the slots of
-// the steps it keeps, so it never meets the others; for those who do not keep a tile the producer gives its slot back.
-// There is no overlap of products within a consumer (P V beside the next S does not fit in 160 registers): three hide each
-// other's softmax, and since they skip independently, they take no turns.
+// A step is a key tile of the union of the three lists. Each consumer has a queue of its own, which names a slot with
+// its query tile, the slots of the steps it keeps, and a slot for its output, from where TMA stores that; so it never
+// meets the others. For those who do not keep a tile the loaders give its slot back.
+// There is no overlap of products within a consumer (P V beside the next S does not fit in 160 registers): three hide
+// each other's softmax, and since they skip independently, they take no turns.
 //
 //   producers              consumer 1 (keeps g)   consumer 2 (keeps g)   consumer 3 (does not)
 //   K(g), V(g) -> slots    S = Q K                (g-1) O += P V         (g-1) softmax
 //   K(g+1), V(g+1)         softmax                S = Q K                (g-1) O += P V
 //   ...                    O += P V               softmax                S = Q K(g+1)
 //
-// The merge takes the smallest of the three lists' next entries. On ascending lists that is the union; on others it still
-// walks each list in its order, only with fewer loads shared.
+// The merge takes the smallest of the three lists' next entries. On ascending lists that is the union; on others it
+// still walks each list in its order, only with fewer loads shared.
 //
 // Barriers                    arrivals                    meaning (waiter)
-//   keys, values: full[7]     producer + bytes            the slot's tile is there (consumers)
+//   keys, values: full[7]     producer + bytes            the slot's tile is there, or place for an output (consumers)
 //   keys, values: empty[7]    12: one lane of each warp   nobody needs the slot (its producer)
 //                             that keeps it, and the
-//                             producer for the others
+//                             loader for the others
 //   queued[3][16]             producer                    the entry is there (its consumer)
-//   mail_full[4], _empty[4]   a producer                  a ticket from warp 0 is there, was read (warps 1, 0)
+//   jobs: full[16], empty     warp 0; warps 1 and 2       what is to be loaded is there; has been read
 //   own[1..3]                 named, 128 threads          one consumer's threads
 //
-// Shared memory at H = 128: seven slots for Q and K and seven for V of 16 KB, 224 KB; then barriers and queues. A queue's 16
-// entries are enough since each but the end holds a slot of K until its consumer has read it.
+// Shared memory at H = 128: seven slots for Q, K and outputs and seven for V of 16 KB, 224 KB; then barriers and queues.
+// A queue's 16 entries are enough since each but the end holds a slot of K until its consumer has read it.
 #include <cstddef>
 
 #include "forward.h"
@@ -50,25 +51,30 @@ constexpr int kConsumers = 3;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
 constexpr int kWarps = kWarpgroup / 32;   // of a consumer
-constexpr int kEntries = 16, kMails = 4;
+constexpr int kWarpRows = kTile / kWarps;
+constexpr int kEntries = 16, kJobs = 16;
 
 struct Arguments {
   Shape shape;
   Pairs pairs;
   float scale_log2;
-  void* out;
   float* lse;
   int* ticket;  // 0 at launch
   int items;    // three query tiles of one head
 };
 
-// What a consumer finds in its queue, in one word: a query tile to begin with, then the steps it keeps.
+// What a consumer finds in its queue, in one word: a query tile to begin with, the steps it keeps, a slot for its output.
 class Entry {
  public:
   __device__ Entry() : word_(0) {}  // none
   template <int kSlots>
   __device__ static Entry Query(const Cursor<kSlots>& slot) {
     return Entry(slot.at << 8 | slot.parity << 16 | kQuery);
+  }
+  // any_keys: whether there were steps.
+  template <int kSlots>
+  __device__ static Entry Output(const Cursor<kSlots>& slot, bool any_keys) {
+    return Entry(any_keys | slot.at << 8 | slot.parity << 16 | kOutput);
   }
   template <int kSlots>
   __device__ static Entry Keys(int count, const Cursor<kSlots>& key, const Cursor<kSlots>& value) {
@@ -77,26 +83,38 @@ class Entry {
   __device__ static Entry End() { return Entry(kEnd); }  // the work is over
   __device__ explicit Entry(int word) : word_(word) {}
 
-  __device__ Entry as_last() const { return Entry(word_ | kLast); }
   __device__ int word() const { return word_; }
   __device__ bool none() const { return word_ == 0; }
   __device__ int keys() const { return word_ & 0xff; }  // valid slots of the key tile
+  __device__ bool any_keys() const { return word_ & 0xff; }
   __device__ int key_slot() const { return word_ >> 8 & 0xf; }
   __device__ int value_slot() const { return word_ >> 12 & 0xf; }
   __device__ uint32_t key_parity() const { return word_ >> 16 & 1; }
   __device__ uint32_t value_parity() const { return word_ >> 17 & 1; }
-  __device__ bool query() const { return word_ & kQuery; }
-  __device__ bool last() const { return word_ & kLast; }  // of its query tile: that itself where it has no keys
+  __device__ bool output() const { return word_ & kOutput; }
   __device__ bool end() const { return word_ & kEnd; }
 
  private:
-  static constexpr int kQuery = 1 << 18, kLast = 1 << 19, kEnd = 1 << 20;
+  static constexpr int kQuery = 1 << 18, kOutput = 1 << 19, kEnd = 1 << 20;
   int word_;
 };
 
 struct QueryTile {
   int batch, head, tile;
   int valid;  // rows that count; the rest give 0
+};
+
+// What the walker tells the loaders.
+struct Job {
+  enum Kind { kQueries, kKeys, kEnd } kind;
+  int batch, head, tile;  // of the first query tile; or of a key tile, which is counted over batches
+  int sizes;              // valid slots: 8 bits a query tile; or of the key tile
+  unsigned consumers;     // that have a query tile; or that keep the key tile
+  unsigned ended;         // whose query tiles have no keys beyond
+
+  __device__ QueryTile query_tile(int consumer) const {
+    return {batch, head, tile + consumer, sizes >> 8 * consumer & 0xff};
+  }
 };
 
 template <int kHeadDim>
@@ -107,13 +125,15 @@ struct Shared {
   struct Ring {
     uint64_t full[kSlots], empty[kSlots];
   };
-  Tile key_tiles[kSlots], value_tiles[kSlots];  // a query tile takes a slot of K for a moment
+  Tile key_tiles[kSlots], value_tiles[kSlots];  // a query tile takes a slot of K for a moment, its output another
   Ring keys, values;
-  uint64_t queued[kConsumers][kEntries];
-  uint64_t mail_full[kMails], mail_empty[kMails];
-  int queues[kConsumers][kEntries];
-  QueryTile query_tiles[kSlots];  // of the slots that hold Q
-  int mails[kMails];
+  struct Queue {
+    uint64_t queued[kEntries];
+    int entries[kEntries];
+  };
+  Queue queues[kConsumers];
+  Messages<Job, kJobs, 2> jobs;
+  QueryTile query_tiles[kSlots];  // of the slots that hold Q, or take an output
 };
 
 // The three query tiles of an item. Dense rows are grouped with dense rows alone: beside a listed row one would keep its
@@ -133,33 +153,67 @@ struct Group {
   }
 };
 
-// What both producers do: walk the items' merged lists, and fill one ring.
+// Takes tickets and merges lists, some steps ahead of the loads: those that begin a list depend on each other.
 template <int kHeadDim>
-class Producer {
+class Walker {
+ public:
+  __device__ Walker(Shared<kHeadDim>& smem, const Arguments& args) : smem_(smem), args_(args) {}
+
+  __device__ void run() {
+    for (int ticket = blockIdx.x; ticket < args_.items;) {
+      int next = 0;
+      if (lane_ == 0) next = gridDim.x + atomicAdd(args_.ticket, 1);
+      item(ticket);
+      ticket = uniform(next);
+    }
+    smem_.jobs.write(job_, {Job::kEnd});
+  }
+
+ private:
+  __device__ void item(int ticket) {
+    const Shape& shape = args_.shape;
+    const Group group(shape, ticket);
+    // Lane i's query tile, -1 where there is none, and its size, then 0.
+    const int mine = lane_ < kConsumers && group.first_tile + lane_ < group.limit ? group.first_tile + lane_ : -1;
+    const int size = mine < 0 ? 0 : args_.pairs.query_sizes[group.batch * shape.query_tiles + mine];
+    MergedKeyTiles<kConsumers> keys(shape, args_.pairs, group.batch, group.head, mine, size);
+    int sizes = 0;
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) sizes |= __shfl_sync(kWholeWarp, size, i) << 8 * i;
+    smem_.jobs.write(job_, {Job::kQueries, group.batch, group.head, group.first_tile, sizes,
+                            __ballot_sync(kWholeWarp, mine >= 0), ~keys.with_more()});
+    const int kv_head = group.head / static_cast<int>(shape.groups());
+    const int first_tile = group.batch * static_cast<int>(shape.key_tiles);
+    while (keys.left()) {
+      const int tile = first_tile + keys.tile(), valid = keys.size();
+      const unsigned consumers = keys.with_tile();
+      keys.next();
+      smem_.jobs.write(job_, {Job::kKeys, group.batch, kv_head, tile, valid, consumers, ~keys.with_more()});
+    }
+  }
+
+  Shared<kHeadDim>& smem_;
+  const Arguments& args_;
+  const int lane_ = threadIdx.x % 32;
+  Cursor<kJobs> job_;
+};
+
+// What both loaders do: fill a ring.
+template <int kHeadDim>
+class Loader {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Producer(Smem& smem, const Arguments& args, typename Smem::Ring& ring, typename Smem::Tile* tiles)
-      : smem_(smem), args_(args), full_(opaque(shared_address(ring.full))), empty_(opaque(shared_address(ring.empty))),
+  __device__ Loader(Smem& smem, typename Smem::Ring& ring, typename Smem::Tile* tiles)
+      : smem_(smem), full_(opaque(shared_address(ring.full))), empty_(opaque(shared_address(ring.empty))),
         tiles_(opaque(shared_address(tiles))) {}
 
  protected:
-  // Lane i's query tile, -1 where there is none, and its size, then 0.
-  __device__ int tile_of_lane(const Group& group) const {
-    const int tile = group.first_tile + lane_;
-    return lane_ < kConsumers && tile < group.limit ? tile : -1;
-  }
-  __device__ int size_of_lane(const Group& group) const {
-    const int tile = tile_of_lane(group);
-    return tile < 0 ? 0 : args_.pairs.query_sizes[group.batch * args_.shape.query_tiles + tile];
-  }
-  __device__ MergedKeyTiles<kConsumers> merged(const Group& group, int size) const {
-    return {args_.shape, args_.pairs, group.batch, group.head, tile_of_lane(group), size};
-  }
-  // Of a key tile: its head, and its first token, over batches.
-  __device__ int kv_head(const Group& group) const { return group.head / static_cast<int>(args_.shape.groups()); }
-  __device__ int token(const Group& group, int key_tile) const {
-    return (group.batch * static_cast<int>(args_.shape.key_tiles) + key_tile) * kTile;
+  __device__ Job next_job() {
+    Job job = smem_.jobs.read(job_);
+    job.kind = static_cast<Job::Kind>(uniform(job.kind));
+    job.consumers = uniform(job.consumers);
+    return job;
   }
 
   // The next slot, for those consumers in `mask`.
@@ -167,143 +221,122 @@ class Producer {
     const uint32_t empty = empty_ + slot_.at * 8;
     mbarrier_wait(empty, slot_.parity ^ 1);
     const int others = kConsumers - __popc(mask);
-    if (others > 0 && elect()) mbarrier_arrive_for(empty, others * kWarps);
+    if (others > 0 && elect()) mbarrier_arrive_for(empty, others * kWarps * kWarpArrivals);
   }
-  // By one lane.
-  __device__ void load(const CUtensorMap* map, int head, int token) {
+  // By one lane. tile: counts over batches.
+  __device__ void load(const CUtensorMap* map, int head, int tile) {
     const uint32_t full = full_ + slot_.at * 8;
     mbarrier_arrive_expect_tx(full, sizeof(typename Smem::Tile));
-    tma_load(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, head, token);
+    tma_load(tiles_ + slot_.at * sizeof(typename Smem::Tile), map, full, head, tile * kTile);
   }
 
   Smem& smem_;
-  const Arguments& args_;
   const uint32_t full_, empty_, tiles_;
-  const int lane_ = threadIdx.x % 32;
+  Cursor<kJobs> job_;
   Cursor<Smem::kSlots> slot_;
-  Cursor<kMails> mail_;
 };
 
 template <int kHeadDim>
-class KeyProducer : Producer<kHeadDim> {
+class KeyLoader : Loader<kHeadDim> {
  public:
-  using Base = Producer<kHeadDim>;
+  using Base = Loader<kHeadDim>;
   using typename Base::Smem;
 
-  __device__ KeyProducer(Smem& smem, const Arguments& args, const CUtensorMap* query, const CUtensorMap* key)
-      : Base(smem, args, smem.keys, smem.key_tiles), query_(query), key_(key) {}
+  __device__ KeyLoader(Smem& smem, int query_tiles, const CUtensorMap* query, const CUtensorMap* key)
+      : Base(smem, smem.keys, smem.key_tiles), query_tiles_(query_tiles), query_(query), key_(key) {}
 
   __device__ void run() {
-    for (int ticket = blockIdx.x;;) {
-      tell(ticket);
-      if (ticket >= args_.items) break;
-      int next = 0;
-      if (lane_ == 0) next = gridDim.x + atomicAdd(args_.ticket, 1);
-      item(ticket);
-      ticket = __shfl_sync(kWholeWarp, next, 0);
+    Job queries, job;
+    while ((job = next_job()).kind != Job::kEnd) {
+      if (job.kind == Job::kQueries) {
+        queries = job;
+        for (int i = 0; i < kConsumers; ++i) {
+          if (job.consumers >> i & 1) begin(queries, i);
+        }
+      } else {
+        load_keys(job);
+        for (unsigned ended = uniform(job.consumers & job.ended); ended; ended &= ended - 1) {
+          give_output(queries, __ffs(ended) - 1, true);
+        }
+      }
     }
-    push((1 << kConsumers) - 1, Entry::End(), 0);
+    push((1 << kConsumers) - 1, Entry::End());
   }
 
  private:
-  using Base::acquire, Base::args_, Base::full_, Base::kv_head, Base::lane_, Base::load, Base::mail_, Base::merged;
-  using Base::size_of_lane, Base::slot_, Base::smem_, Base::token;
+  using Base::acquire, Base::full_, Base::load, Base::next_job, Base::slot_, Base::smem_;
 
-  // The other producer of a ticket.
-  __device__ void tell(int ticket) {
-    mbarrier_wait(shared_address(&smem_.mail_empty[mail_.at]), mail_.parity ^ 1);
+  __device__ void begin(const Job& queries, int consumer) {
+    const bool any_keys = !(queries.ended >> consumer & 1);
+    const QueryTile tile = queries.query_tile(consumer);
+    acquire(1 << consumer);
     if (elect()) {
-      smem_.mails[mail_.at] = ticket;
-      mbarrier_arrive(shared_address(&smem_.mail_full[mail_.at]));
+      smem_.query_tiles[slot_.at] = tile;
+      if (any_keys) load(query_, tile.head, tile.batch * query_tiles_ + tile.tile);
+      else mbarrier_arrive(full_ + slot_.at * 8);
     }
-    mail_.advance();
+    push(1 << consumer, Entry::Query(slot_));
+    slot_.advance();
+    if (!any_keys) give_output(queries, consumer, false);
   }
 
-  __device__ void item(int ticket) {
-    const Group group(args_.shape, ticket);
-    const int size = size_of_lane(group);
-    auto keys = merged(group, size);
-    const unsigned listed = keys.with_more();
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) {
-      const int tile = group.first_tile + i;
-      if (tile >= group.limit) break;
-      const bool any = listed >> i & 1;
-      const int valid = __shfl_sync(kWholeWarp, size, i);
-      acquire(1 << i);
-      if (elect()) {
-        smem_.query_tiles[slot_.at] = {group.batch, group.head, tile, valid};
-        if (any) load(query_, group.head, (group.batch * static_cast<int>(args_.shape.query_tiles) + tile) * kTile);
-        else mbarrier_arrive(full_ + slot_.at * 8);
-      }
-      push(1 << i, Entry::Query(slot_), ~listed);
-      slot_.advance();
-    }
-    const int head = kv_head(group);
-    while (keys.left()) {
-      const int first = token(group, keys.tile()), count = keys.size();
-      const unsigned mask = keys.with_tile();
-      keys.next();
-      acquire(mask);
-      if (elect()) load(key_, head, first);
-      // A consumer told sooner could take the round before of V's slot, if that is still to come, for this one.
-      mbarrier_wait(shared_address(&smem_.values.empty[value_slot_.at]), value_slot_.parity ^ 1);
-      push(mask, Entry::Keys(count, slot_, value_slot_), ~keys.with_more());
-      slot_.advance();
-      value_slot_.advance();
-    }
+  __device__ void load_keys(const Job& job) {
+    acquire(job.consumers);
+    if (elect()) load(key_, job.head, job.tile);
+    // A consumer told sooner could take the round before of V's slot, if that is still to come, for this one.
+    mbarrier_wait(shared_address(&smem_.values.empty[value_slot_.at]), value_slot_.parity ^ 1);
+    push(job.consumers, Entry::Keys(job.sizes, slot_, value_slot_));
+    slot_.advance();
+    value_slot_.advance();
   }
 
-  // Lane i puts an entry into the queue of consumer i of `mask`, for those of `ends` as the last of their query tile.
-  __device__ void push(unsigned mask, Entry entry, unsigned ends) {
-    if (mask >> lane_ & 1) {
+  // A slot for the output of a consumer.
+  __device__ void give_output(const Job& queries, int consumer, bool any_keys) {
+    acquire(1 << consumer);
+    if (elect()) {
+      smem_.query_tiles[slot_.at] = queries.query_tile(consumer);
+      mbarrier_arrive(full_ + slot_.at * 8);
+    }
+    push(1 << consumer, Entry::Output(slot_, any_keys));
+    slot_.advance();
+  }
+
+  // Lane i puts an entry into the queue of consumer i of `mask`.
+  __device__ void push(unsigned mask, Entry entry) {
+    const int lane = threadIdx.x % 32;
+    if (mask >> lane & 1) {
       const int at = pushed_++ % kEntries;
-      smem_.queues[lane_][at] = (ends >> lane_ & 1 ? entry.as_last() : entry).word();
-      mbarrier_arrive(shared_address(&smem_.queued[lane_][at]));
+      smem_.queues[lane].entries[at] = entry.word();
+      mbarrier_arrive(shared_address(&smem_.queues[lane].queued[at]));
     }
     __syncwarp();
   }
 
+  const int query_tiles_;
   const CUtensorMap *query_, *key_;
   Cursor<Smem::kSlots> value_slot_;
   unsigned pushed_ = 0;  // into this lane's queue
 };
 
 template <int kHeadDim>
-class ValueProducer : Producer<kHeadDim> {
+class ValueLoader : Loader<kHeadDim> {
  public:
-  using Base = Producer<kHeadDim>;
+  using Base = Loader<kHeadDim>;
   using typename Base::Smem;
 
-  __device__ ValueProducer(Smem& smem, const Arguments& args, const CUtensorMap* value)
-      : Base(smem, args, smem.values, smem.value_tiles), value_(value) {}
+  __device__ ValueLoader(Smem& smem, const CUtensorMap* value)
+      : Base(smem, smem.values, smem.value_tiles), value_(value) {}
 
   __device__ void run() {
-    for (int ticket = next_ticket(); ticket < args_.items; ticket = next_ticket()) {
-      const Group group(args_.shape, ticket);
-      auto keys = merged(group, size_of_lane(group));
-      const int head = kv_head(group);
-      for (; keys.left(); keys.next()) {
-        acquire(keys.with_tile());
-        if (elect()) load(value_, head, token(group, keys.tile()));
-        slot_.advance();
-      }
+    for (Job job; (job = this->next_job()).kind != Job::kEnd;) {
+      if (job.kind != Job::kKeys) continue;
+      this->acquire(job.consumers);
+      if (elect()) this->load(value_, job.head, job.tile);
+      this->slot_.advance();
     }
   }
 
  private:
-  using Base::acquire, Base::args_, Base::kv_head, Base::load, Base::mail_, Base::merged, Base::size_of_lane;
-  using Base::slot_, Base::smem_, Base::token;
-
-  __device__ int next_ticket() {
-    mbarrier_wait(shared_address(&smem_.mail_full[mail_.at]), mail_.parity);
-    const int ticket = load_shared(shared_address(&smem_.mails[mail_.at]));
-    __syncwarp();
-    if (elect()) mbarrier_arrive(shared_address(&smem_.mail_empty[mail_.at]));
-    mail_.advance();
-    return ticket;
-  }
-
   const CUtensorMap* value_;
 };
 
@@ -312,70 +345,65 @@ class Consumer {
  public:
   using Smem = Shared<kHeadDim>;
 
-  __device__ Consumer(Smem& smem, const Arguments& args, int index)
-      : smem_(smem), args_(args), index_(index), queued_(opaque(shared_address(smem.queued[index]))),
-        queue_(opaque(shared_address(smem.queues[index]))), key_ring_(opaque(shared_address(&smem.keys))),
-        value_ring_(opaque(shared_address(&smem.values))) {}
+  __device__ Consumer(Smem& smem, const Arguments& args, const CUtensorMap* out, int index)
+      : smem_(smem), args_(args), out_map_(out), index_(index), queue_(opaque(shared_address(&smem.queues[index]))),
+        key_ring_(opaque(shared_address(&smem.keys))) {}
 
   __device__ void run() {
-    bool any_keys = false;
     // Without this ptxas 13.0 lets `weights` overwrite query_: it is loaded under a condition, and read in a loop.
     for (uint32_t& word : query_) word = 0;
-    while (true) {
-      if (next_.none()) wait_entry();
-      const Entry entry = next_;
-      next_ = Entry();
-      if (entry.end()) return;
-      if (entry.query()) {
-        take_query(entry);
-        rows_.reset();
-        any_keys = false;
-      } else {
-        attend(entry, !any_keys);
-        any_keys = true;
-      }
-      if (entry.last()) store(any_keys);
+    for (Entry entry; !(entry = take_entry()).end();) {
+      take_query(entry);
+      rows_.reset();
+      for (float& x : out_) x = 0;
+      while (!(entry = take_entry()).output()) attend(entry);
+      store(entry);
     }
   }
 
  private:
   static constexpr int kOwn = 1;  // named barriers, one a consumer
   static constexpr int kEmpty = offsetof(typename Smem::Ring, empty);  // full comes first
+  static constexpr int kQueueEntries = offsetof(typename Smem::Queue, entries);
+
+  __device__ uint32_t value_ring() const { return key_ring_ + sizeof(typename Smem::Ring); }
 
   __device__ __forceinline__ void read_entry() {
-    next_ = Entry(load_shared(queue_ + entry_.at * 4));
+    next_ = Entry(load_shared(queue_ + kQueueEntries + entry_.at * 4));
     entry_.advance();
   }
-  __device__ __forceinline__ void wait_entry() {
-    mbarrier_wait(queued_ + entry_.at * 8, entry_.parity);
-    read_entry();
+  __device__ __forceinline__ Entry take_entry() {
+    if (next_.none()) {
+      mbarrier_wait(queue_ + entry_.at * 8, entry_.parity);
+      read_entry();
+    }
+    const Entry entry = next_;
+    next_ = Entry();
+    return entry;
   }
   // If it is there.
   __device__ __forceinline__ void look_ahead() {
-    if (mbarrier_test_wait(queued_ + entry_.at * 8, entry_.parity)) read_entry();
+    if (mbarrier_test_wait(queue_ + entry_.at * 8, entry_.parity)) read_entry();
   }
 
   __device__ __forceinline__ void release(uint32_t ring, int slot) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring + kEmpty + slot * 8);
+    if (arrives()) mbarrier_arrive(ring + kEmpty + slot * 8);
     __syncwarp();  // else the compiler takes the lanes of a loop that this ends to be apart
   }
 
   __device__ void take_query(Entry entry) {
     const int slot = entry.key_slot();
     mbarrier_wait(key_ring_ + slot * 8, entry.key_parity());
-    query_tile_ = smem_.query_tiles[slot];
-    if (!entry.last()) {
 #pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.key_tiles[slot], k);
-      clear_a(query_, query_tile_.valid);
-      fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
-    }
+    for (int k = 0; k < kHeadDim / 16; ++k) load_a<kBlockBytes>(query_ + 4 * k, smem_.key_tiles[slot], k);
+    clear_a(query_, smem_.query_tiles[slot].valid);
+    fence_proxy_async();  // an arrival alone does not wait for the loads, and TMA writes there next
     release(key_ring_, slot);
   }
 
-  // One key tile. first: out_ holds nothing yet.
-  __device__ __forceinline__ void attend(Entry entry, bool first) {
+  // One key tile.
+  __device__ __forceinline__ void attend(Entry entry) {
     const int key_slot = entry.key_slot(), value_slot = entry.value_slot(), keys = entry.keys();
     mbarrier_wait(key_ring_ + key_slot * 8, entry.key_parity());
     const KMajor<kBlockBytes> key(smem_.key_tiles[key_slot]);
@@ -392,54 +420,59 @@ class Consumer {
 
     if (!rows_.update(logits, keys, args_.scale_log2)) {
       multiply_in_warp<T, kBlockBytes, kHeadDim / 16>(logits, query_, smem_.key_tiles[key_slot]);
-      rows_.update(logits, keys, args_.scale_log2);
+      rows_.update(logits, keys, args_.scale_log2, true);
     }
     release(key_ring_, key_slot);
     uint32_t weights[kTile / 4];
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i] = pack<T>(logits[2 * i], logits[2 * i + 1]);
-    if (!first) rows_.rescale(out_);
+    rows_.rescale(out_);
 
-    mbarrier_wait(value_ring_ + value_slot * 8, entry.value_parity());
+    mbarrier_wait(value_ring() + value_slot * 8, entry.value_parity());
     if (keys < kTile) clear_rows<Smem::kColumnBlocks, kTile>(smem_.value_tiles[value_slot][0], keys, kOwn + index_);
     const MNMajor<kBlockBytes> value(smem_.value_tiles[value_slot]);
     pin(out_);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
-      wgmma<T, Major::kMN>(out_, weights + 4 * k, value.step(k), k > 0 || !first);
+      wgmma<T, Major::kMN>(out_, weights + 4 * k, value.step(k), 1);
     }
     wgmma_commit();
     look_ahead();  // in the shade of the product
     wgmma_wait<0>();
     pin(out_);
-    release(value_ring_, value_slot);
+    release(value_ring(), value_slot);
   }
 
-  __device__ void store(bool any_keys) {
+  __device__ void store(Entry entry) {
     const Shape& shape = args_.shape;
-    const auto [batch, head, tile, valid_rows] = query_tile_;
-    T* const out = static_cast<T*>(args_.out) + head * kHeadDim;
+    const int slot = entry.key_slot();
+    mbarrier_wait(key_ring_ + slot * 8, entry.key_parity());
+    const auto [batch, head, tile, valid_rows] = smem_.query_tiles[slot];
     float* const lse = args_.lse + (batch * shape.heads + head) * shape.query_length() + tile * kTile;
+    float norm[2];
+    bool valid[2];
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       const int row = accumulator_row(2 * pair);
-      const bool valid = row < valid_rows && any_keys;
-      float norm, row_lse;
-      rows_.finish(pair, any_keys, &norm, &row_lse);
-      if (threadIdx.x % 4 == 0) lse[row] = valid ? row_lse : -INFINITY;
-      const int64_t token = batch * shape.query_length() + tile * kTile + row;
-      store_row(out + token * shape.heads * kHeadDim, out_, pair, norm, valid);
+      float row_lse;
+      rows_.finish(pair, entry.any_keys(), &norm[pair], &row_lse);
+      valid[pair] = row < valid_rows;
+      if (threadIdx.x % 4 == 0) lse[row] = valid[pair] ? row_lse : -INFINITY;
     }
+    const int token = (batch * static_cast<int>(shape.query_tiles) + tile) * kTile;
+    store_rows_by_tma<T, kBlockBytes>(out_map_, smem_.key_tiles[slot][0], head, token, out_, norm, valid);
+    if (threadIdx.x % 32 == 0) tma_store_wait_read();
+    release(key_ring_, slot);
   }
 
   Smem& smem_;
   const Arguments& args_;
+  const CUtensorMap* const out_map_;
   const int index_;
-  const uint32_t queued_, queue_, key_ring_, value_ring_;
+  const uint32_t queue_, key_ring_;
   Cursor<kEntries> entry_;
   Entry next_;  // none until it is known
-  QueryTile query_tile_;
   RowStatistics rows_;
   float out_[kHeadDim / 2];
   uint32_t query_[kHeadDim / 4];
@@ -448,7 +481,8 @@ class Consumer {
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 1)
     forward(const __grid_constant__ Arguments args, const __grid_constant__ CUtensorMap query,
-            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value) {
+            const __grid_constant__ CUtensorMap key, const __grid_constant__ CUtensorMap value,
+            const __grid_constant__ CUtensorMap out) {
   using Smem = Shared<kHeadDim>;
   static_assert(sizeof(Smem) <= 227 * 1024);
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -457,53 +491,52 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (typename Smem::Ring* ring : {&smem.keys, &smem.values}) {
       for (int i = 0; i < Smem::kSlots; ++i) {
         mbarrier_init(shared_address(&ring->full[i]), 1);
-        mbarrier_init(shared_address(&ring->empty[i]), kConsumers * kWarps);
+        mbarrier_init(shared_address(&ring->empty[i]), kConsumers * kWarps * kWarpArrivals);
       }
     }
-    for (auto& queue : smem.queued) {
-      for (uint64_t& entry : queue) mbarrier_init(shared_address(&entry), 1);
+    for (auto& queue : smem.queues) {
+      for (uint64_t& entry : queue.queued) mbarrier_init(shared_address(&entry), 1);
     }
-    for (int i = 0; i < kMails; ++i) {
-      mbarrier_init(shared_address(&smem.mail_full[i]), 1);
-      mbarrier_init(shared_address(&smem.mail_empty[i]), 1);
-    }
+    smem.jobs.init();
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(kWholeWarp, threadIdx.x / kWarpgroup, 0);  // known to be uniform
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == 0) {
     setmaxnreg_dec<32>();
-    const int warp = __shfl_sync(kWholeWarp, threadIdx.x / 32, 0);
-    if (warp == 0) KeyProducer<kHeadDim>(smem, args, &query, &key).run();
-    else if (warp == 1) ValueProducer<kHeadDim>(smem, args, &value).run();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) Walker<kHeadDim>(smem, args).run();
+    if (warp == 1) KeyLoader<kHeadDim>(smem, static_cast<int>(args.shape.query_tiles), &query, &key).run();
+    if (warp == 2) ValueLoader<kHeadDim>(smem, &value).run();
   } else {
     setmaxnreg_inc<160>();
-    Consumer<T, kHeadDim>(smem, args, warpgroup - 1).run();
+    Consumer<T, kHeadDim>(smem, args, &out, warpgroup - 1).run();
   }
 }
 
 template <class T, int kHeadDim>
 std::string Launch(const ForwardParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  CUtensorMap query, key, value;
-  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads) {
-    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, kTile, kHeadDim / kSwizzleColumns);
+  constexpr int kBlocks = kHeadDim / kSwizzleColumns;
+  CUtensorMap query, key, value, out;
+  const auto encode = [&](CUtensorMap* map, const void* x, int64_t length, int64_t heads, int tokens, int blocks) {
+    return EncodeTokens(map, shape.dtype, x, shape.batch * length, heads, kHeadDim, tokens, blocks);
   };
-  std::string error = encode(&query, params.query, shape.query_length(), shape.heads);
-  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads);
-  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads);
+  std::string error = encode(&query, params.query, shape.query_length(), shape.heads, kTile, kBlocks);
+  if (error.empty()) error = encode(&key, params.key, shape.key_length(), shape.kv_heads, kTile, kBlocks);
+  if (error.empty()) error = encode(&value, params.value, shape.key_length(), shape.kv_heads, kTile, kBlocks);
+  if (error.empty()) error = encode(&out, params.out, shape.query_length(), shape.heads, kWarpRows, 1);
   if (!error.empty()) return error;
   const auto groups = [](int64_t rows) { return (rows + kConsumers - 1) / kConsumers; };
   const int64_t items = shape.batch * shape.heads * (groups(shape.num_dense_rows) + groups(shape.rows()));
   const Arguments args{shape,
                        params.pairs,
                        static_cast<float>(params.scale * kLog2E),
-                       params.out,
                        static_cast<float*>(params.lse),
                        static_cast<int*>(params.workspace),
                        static_cast<int>(items)};
   return LaunchPersistent(forward<T, kHeadDim>, 1, kThreads, sizeof(Shared<kHeadDim>), args.items, args.ticket, 1, stream,
-                          args, query, key, value);
+                          args, query, key, value, out);
 }
 
 }  // namespace
