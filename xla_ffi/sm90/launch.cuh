@@ -17,6 +17,23 @@ inline std::string Said(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
+// Launches `ctas` CTAs in clusters.
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t ctas, int cluster, int threads, size_t shared_bytes,
+                   cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(ctas);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Zeroes `counters` ints at `tickets`, then launches min(items, SMs / cluster) clusters. Safe under stream capture.
 template <class... Parameters, class... Arguments>
 std::string LaunchPersistent(void (*kernel)(Parameters...), int cluster, int threads, size_t shared_bytes, int items,
@@ -32,17 +49,8 @@ std::string LaunchPersistent(void (*kernel)(Parameters...), int cluster, int thr
   }
   if (error == cudaSuccess) error = cudaMemsetAsync(tickets, 0, counters * sizeof(int), stream);
   if (error == cudaSuccess) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = std::min(items, processors / cluster) * cluster;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    error = Launch(kernel, std::min(items, processors / cluster) * cluster, cluster, threads, shared_bytes, stream,
+                   arguments...);
   }
   return Said(error);
 }

@@ -2,6 +2,10 @@
 // Everything takes 32-bit shared-memory addresses (`shared_address`).
 #pragma once
 
+#ifdef VSA_SIM
+#include "../sim/hopper.h"
+#else
+
 #include <cuda.h>
 
 #include <cstdint>
@@ -9,6 +13,12 @@
 namespace vsa::sm90 {
 
 constexpr unsigned kWholeWarp = 0xffffffff;
+
+// What the launch asked for.
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  return memory;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -287,3 +297,5 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 }  // namespace vsa::sm90
+
+#endif  // VSA_SIM

@@ -54,6 +54,23 @@ struct MNMajor : Operand {
   __device__ __forceinline__ uint64_t step(int k) const { return at(k * 2 * kSwizzleAtomBytes); }
 };
 
+enum class Major { kK, kMN };
+
+#ifdef VSA_SIM
+
+template <class T, Major kA, Major kB, int kAccumulators>
+void wgmma(float (&d)[kAccumulators], uint64_t a, uint64_t b, int add) {
+  sim::IssueProduct({d, nullptr, a, b, 2 * kAccumulators, std::is_same_v<T, __half>, kA == Major::kMN,
+                     kB == Major::kMN, add != 0});
+}
+
+template <class T, Major kB, int kAccumulators>
+void wgmma(float (&d)[kAccumulators], const uint32_t* a, uint64_t b, int add) {
+  sim::IssueProduct({d, a, 0, b, 2 * kAccumulators, std::is_same_v<T, __half>, false, kB == Major::kMN, add != 0});
+}
+
+#else
+
 // Before the first wgmma of a sequence, and after registers it reads were written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -75,8 +92,6 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
-
-enum class Major { kK, kMN };
 
 #define VSA_D8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -154,6 +169,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t*
 #undef VSA_SS
 #undef VSA_RS
 
+#endif  // VSA_SIM
+
 // Where 16 bytes of a row lie in swizzled blocks.
 template <int kBlockBytes>
 __device__ __forceinline__ uint32_t swizzled(const void* blocks, int row, int chunk) {
@@ -182,6 +199,9 @@ __device__ __forceinline__ void clear_a(uint32_t (&a)[kCount], int first) {
 // D[16, 8] += A[16, 16] B[16, 8] by one warp.
 template <class T>
 __device__ __forceinline__ void mma(float* d, const uint32_t* a, const uint32_t* b) {
+#ifdef VSA_SIM
+  sim::MultiplyInWarp(d, a, b, std::is_same_v<T, __half>);
+#else
 #define VSA_MMA(type)                                                                                             \
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "  \
                "{%8, %9}, {%0, %1, %2, %3};"                                                                       \
@@ -190,6 +210,7 @@ __device__ __forceinline__ void mma(float* d, const uint32_t* a, const uint32_t*
   if constexpr (std::is_same_v<T, __half>) VSA_MMA("f16");
   else VSA_MMA("bf16");
 #undef VSA_MMA
+#endif
 }
 
 // D = A B^T as wgmma would leave it, by a warp alone: A in registers, as `load_a` loads it, kSteps * 16 columns; B's

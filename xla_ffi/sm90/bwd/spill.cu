@@ -360,8 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     all_gradients(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
   using Smem = Memory<kStreams>;
   static_assert(sizeof(Smem) <= 227 * 1024);
-  extern __shared__ __align__(1024) uint8_t memory[];
-  Smem& smem = *reinterpret_cast<Smem*>(memory);
+  Smem& smem = *reinterpret_cast<Smem*>(dynamic_shared());
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);

@@ -66,7 +66,7 @@ struct Part {
 };
 
 __global__ void count(const __grid_constant__ Arguments args) {
-  extern __shared__ int32_t counts[];
+  int32_t* const counts = reinterpret_cast<int32_t*>(dynamic_shared());
   const Part part(args);
   const int columns = part.last_column - part.first_column;
   for (int i = threadIdx.x; i < columns; i += kCountThreads) counts[i] = 0;
@@ -87,7 +87,7 @@ __global__ void count(const __grid_constant__ Arguments args) {
 
 // The sum over lower threads of a CTA of kScanThreads; *total becomes the sum over all.
 __device__ int exclusive_sum(int x, int* total) {
-  __shared__ int warp_sums[kScanThreads / 32];
+  int* const warp_sums = reinterpret_cast<int*>(dynamic_shared());  // of every warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = x;
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kScanThreads) scan(const __grid_constant__ Arg
 
 // A warp per chunk and slab. next[j]: where the next entry of key tile j goes.
 __global__ void emit(const __grid_constant__ Arguments args) {
-  extern __shared__ int32_t next[];
+  int32_t* const next = reinterpret_cast<int32_t*>(dynamic_shared());
   constexpr int kAtOnce = 4;  // loads in flight
   const Part part(args);
   const int lane = threadIdx.x;
@@ -191,12 +191,15 @@ std::string Transpose(const Shape& shape, const Pairs& pairs, const Transposed& 
                        pairs.counts,
                        chunk_counts,
                        to};
-  const unsigned ctas = static_cast<unsigned>(heads * args.chunks * args.slabs);
+  const int64_t ctas = heads * args.chunks * args.slabs;
   const size_t bytes = std::min<int64_t>(shape.key_tiles, kSlab) * sizeof(int32_t);
-  if (ctas > 0) count<<<ctas, kCountThreads, bytes, stream>>>(args);
-  scan<<<static_cast<unsigned>(heads), kScanThreads, 0, stream>>>(args);
-  if (ctas > 0) emit<<<ctas, 32, bytes, stream>>>(args);
-  return Said(cudaGetLastError());
+  cudaError_t error = cudaSuccess;
+  if (ctas > 0) error = Launch(count, ctas, 1, kCountThreads, bytes, stream, args);
+  if (error == cudaSuccess) {
+    error = Launch(scan, heads, 1, kScanThreads, kScanThreads / 32 * sizeof(int), stream, args);
+  }
+  if (error == cudaSuccess && ctas > 0) error = Launch(emit, ctas, 1, 32, bytes, stream, args);
+  return Said(error);
 }
 
 }  // namespace vsa::sm90

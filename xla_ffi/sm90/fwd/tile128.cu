@@ -491,8 +491,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             const __grid_constant__ CUtensorMap out) {
   using Smem = Shared<kHeadDim>;
   static_assert(sizeof(Smem) <= 227 * 1024);
-  extern __shared__ __align__(1024) uint8_t memory[];
-  Smem& smem = *reinterpret_cast<Smem*>(memory);
+  Smem& smem = *reinterpret_cast<Smem*>(dynamic_shared());
   if (threadIdx.x == 0) {
     for (int i = 0; i < Smem::kSlots; ++i) {
       mbarrier_init(shared_address(&smem.full[i]), 1);

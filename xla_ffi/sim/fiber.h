@@ -1,0 +1,32 @@
+// Fibers: functions with stacks of their own that hand control back and forth. One thread runs them all.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+namespace vsa::sim {
+
+class Fiber {
+ public:
+  Fiber(std::function<void()> body, size_t stack_bytes);
+  ~Fiber();
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+
+  // Runs the body until it yields or returns. Not from within a fiber.
+  void resume();
+  // Back to whoever resumed the running fiber.
+  static void yield();
+  bool finished() const { return finished_; }
+
+ private:
+  struct Context;
+  static void enter();
+
+  std::function<void()> body_;
+  std::unique_ptr<Context> context_;
+  bool finished_ = false;
+};
+
+}  // namespace vsa::sim

@@ -1,0 +1,196 @@
+// A GPU that runs one launch: CTAs, warps and lanes as fibers, in an order drawn from a seed, and units that work beside
+// them and finish late. What a kernel does wrong is an Error that names the place.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fiber.h"
+
+namespace vsa::sim {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Dim {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+constexpr int kLanes = 32;
+constexpr uint32_t kRankShift = 24;  // a 32-bit shared-memory address: the CTA's rank in its cluster, then the offset
+
+class Machine;
+struct Cta;
+struct Warp;
+
+// Stores that a lane has handed to TMA: groups of those committed, oldest first, then the open one.
+struct BulkGroup {
+  int unread = 0, unwritten = 0;  // stores that have not read shared memory, not written global memory
+  bool committed = false;
+};
+
+struct Lane {
+  Warp* warp = nullptr;
+  int index = 0;  // in its warp
+  std::unique_ptr<Fiber> fiber;
+  const char* what = "";          // it waits for
+  bool (*ready)(void*) = nullptr;  // null: it waits for nothing
+  void* closure = nullptr;
+  std::deque<std::shared_ptr<BulkGroup>> bulk_groups;
+};
+
+struct Warp {
+  Cta* cta;
+  int index;  // in its CTA
+  Lane lanes[kLanes];
+  int registers;  // a thread
+  int exited = 0;  // lanes
+
+  // Lanes that are together at a collective operation.
+  const char* meeting = nullptr;
+  uint32_t arrived = 0;
+  uint64_t met = 0;  // how often
+  const void* inputs[kLanes];
+  void* outputs[kLanes];
+
+  // Matrix products: started in order, and groups of those committed.
+  std::deque<std::function<void()>> products;
+  int open_products = 0;
+  std::deque<int> product_groups;  // products still to finish, of each committed group
+  uint64_t products_issued = 0, products_done = 0;
+};
+
+// mbarrier: arrivals and bytes that a phase still expects.
+struct Barrier {
+  uint32_t count = 0, pending = 0;
+  int64_t bytes = 0;
+  uint64_t phase = 0;
+};
+
+struct NamedBarrier {
+  int arrived = 0;  // threads
+  uint64_t phase = 0;
+};
+
+struct Cta {
+  Machine* machine;
+  int index;    // in the grid
+  int cluster;  // of the grid
+  int rank;     // in the cluster
+  std::vector<uint8_t> storage;
+  uint8_t* memory;  // shared; aligned
+  size_t bytes;
+  std::deque<Warp> warps;
+  std::unordered_map<uint32_t, Barrier> barriers;  // by offset
+  NamedBarrier named[16];
+  int free_registers = 0;  // given back by setmaxnreg
+};
+
+struct Launch {
+  Dim grid, block;
+  int cluster = 1;
+  size_t shared_bytes = 0;
+  std::function<void()> kernel;  // one thread's run
+};
+
+class Machine {
+ public:
+  explicit Machine(uint64_t seed) : random_(seed) {}
+
+  // Runs it to its end. Throws Error.
+  void run(const Launch& launch);
+
+  // Of the running lane.
+  static Machine& current();
+  Lane& lane() { return *running_; }
+  Warp& warp() { return *running_->warp; }
+  Cta& cta() { return *running_->warp->cta; }
+  const Launch& launch() const { return *launch_; }
+
+  // The CTA that an address of the running lane's cluster means, and the offset in it.
+  Cta& cta_of(uint32_t address);
+  uint8_t* at(uint32_t address, size_t bytes);  // checked
+  static uint32_t offset(uint32_t address) { return address & ((1u << kRankShift) - 1); }
+  Barrier& barrier(Cta& cta, uint32_t offset);
+
+  // Lets others run until test() holds.
+  template <class Test>
+  void wait(const char* what, const Test& test) {
+    Lane& lane = *running_;
+    lane.what = what;
+    lane.closure = const_cast<Test*>(&test);
+    lane.ready = [](void* closure) { return static_cast<bool>((*static_cast<Test*>(closure))()); };
+    Fiber::yield();
+    lane.ready = nullptr;
+  }
+
+  // An operation that all lanes of a warp do together: the last to arrive calls finish(inputs, outputs), pointers to
+  // what each lane brought and gets.
+  template <class In, class Out, class Finish>
+  Out together(const char* what, const In& in, const Finish& finish) {
+    Out out{};
+    Warp& warp = this->warp();
+    const int index = running_->index;
+    if (warp.exited > 0) fail(std::string(what) + " after lanes of the warp have returned");
+    if (warp.arrived == 0) warp.meeting = what;
+    else if (std::string(warp.meeting) != what) {
+      fail(std::string("lanes apart: some are at ") + warp.meeting + ", this one is at " + what);
+    }
+    warp.inputs[index] = &in;
+    warp.outputs[index] = &out;
+    warp.arrived |= 1u << index;
+    if (warp.arrived == 0xffffffff) {
+      const In* ins[kLanes];
+      Out* outs[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        ins[i] = static_cast<const In*>(warp.inputs[i]);
+        outs[i] = static_cast<Out*>(warp.outputs[i]);
+      }
+      finish(ins, outs);
+      warp.arrived = 0;
+      ++warp.met;
+    } else {
+      const uint64_t met = warp.met;
+      wait(what, [&] { return warp.met != met; });
+    }
+    return out;
+  }
+
+  // Has `work` done some time later, by a unit of its own.
+  void later(std::function<void()> work) { units_.push_back(std::move(work)); }
+  // Or by the tensor cores, after what the running warp gave them before.
+  void later_product(std::function<void()> work);
+
+  int below(int count) { return static_cast<int>(random_() % count); }
+  [[noreturn]] void fail(const std::string& what);  // Error that says where
+
+ private:
+  bool run_warp(Warp& warp);
+  bool run_units(bool all);
+  [[noreturn]] void report_deadlock();
+  std::string place(const Lane& lane) const;
+
+  std::mt19937_64 random_;
+  const Launch* launch_ = nullptr;
+  Lane* running_ = nullptr;
+  std::vector<std::unique_ptr<Cta>> ctas_;
+  std::vector<Warp*> live_;  // warps
+  std::vector<std::function<void()>> units_;
+  std::exception_ptr error_;
+};
+
+// What a stream's launches go to; how many SMs it seems to have. Set by tests.
+void SetSeed(uint64_t seed);
+void SetProcessors(int processors);
+int Processors();
+void Run(const Launch& launch);
+
+}  // namespace vsa::sim
