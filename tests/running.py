@@ -16,6 +16,10 @@ from vsa_jax.block_sparse.choice import IMPLEMENTATIONS
 # Without a compiler there are no kernels, and what is about them alone cannot run.
 IS_BUILT = ffi.is_built()
 needs_kernels = pytest.mark.skipif(not IS_BUILT, reason="the compiled part is not installed")
+needs_simulator = pytest.mark.skipif(
+  not (IS_BUILT and ffi._compiled.build_facts()["has_simulator"]),
+  reason="built without the simulator",
+)
 # What implementation=None takes on a CPU.
 CPU_DEFAULT = "cpu" if IS_BUILT else "xla"
 
@@ -85,7 +89,7 @@ def assert_same_bits(got, want):
 
 def pretend_gpu(monkeypatch, capability="9.0", **facts):
   """As if CUDA kernels had been built, and a GPU were here; calls can be lowered, not run."""
-  facts = {"has_cuda": True, "cuda": "sm_90a", "jaxlib": "0.10.2", **facts}
+  facts = {"has_cuda": True, "has_simulator": True, "cuda": "sm_90a", "jaxlib": "0.10.2", **facts}
   compiled = types.SimpleNamespace(
     build_facts=lambda: facts,
     cuda_workspaces=lambda dtype, batch, *_: (4, 1000 * batch),

@@ -8,16 +8,16 @@ from typing import Any
 
 from vsa_jax.block_sparse.automatic import Automatic
 from vsa_jax.block_sparse.base import Implementation, Problem
-from vsa_jax.block_sparse.ffi import Cpu, Cuda
+from vsa_jax.block_sparse.ffi import Cpu, Cuda, CudaSim
 from vsa_jax.block_sparse.reference import Reference
 from vsa_jax.block_sparse.xla import Xla
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-  i.name: i for i in (Xla(), Reference(), Cpu(), Cuda())
+  i.name: i for i in (Xla(), Reference(), Cpu(), Cuda(), CudaSim())
 }
 
 # Names that are taken, without code in this version.
-_ABSENT = ("pallas", "cuda_sim")
+_ABSENT = ("pallas",)
 _NAMES = [*IMPLEMENTATIONS, *_ABSENT]
 
 # What None takes on a platform, by JAX's name of it, where that can run; "xla" otherwise.
@@ -64,7 +64,9 @@ def choose(asked: Any, problem: Problem, *, partitioned: bool) -> Implementation
     reasons.append(f"{_name(item)!r} cannot run this call: {reason}")
   if not reasons:
     raise ValueError("implementation: got an empty sequence, want names to try in order, or None")
-  able = [name for name in IMPLEMENTATIONS if reason_against(name, problem) is None]
+  able = [
+    name for name in IMPLEMENTATIONS if name != "cuda_sim" and reason_against(name, problem) is None
+  ]
   raise NotImplementedError(
     f"implementation: {'; '.join(reasons)}. These can: {able}; None takes the best of them"
   )

@@ -1,4 +1,4 @@
-"""`cpu` and `cuda`: the compiled kernels of xla_ffi/, called through XLA's foreign function interface.
+"""`cpu`, `cuda` and `cuda_sim`: the compiled kernels of xla_ffi/, called through XLA's foreign function interface.
 
 The only file that knows jax.ffi.  The compiled part is the module `_vsa_jax_ffi`, which is there when a C++
 compiler was at installation; it has the CUDA kernels when nvcc was.  Every operand and result leads with the
@@ -36,7 +36,11 @@ except (ImportError, AttributeError) as error:
 
 _XLA = Xla()
 
-_TARGETS = ("vsa_forward_cpu", "vsa_backward_cpu", "vsa_forward_cuda", "vsa_backward_cuda")
+_TARGETS = tuple(
+  f"vsa_{direction}_{name}"
+  for name in ("cpu", "cuda", "cuda_sim")
+  for direction in ("forward", "backward")
+)
 
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, _TARGETS))
 """For `jax.export.export(..., disabled_checks=vsa_jax.EXPORT_CHECKS)`.
@@ -141,20 +145,14 @@ class Cpu(FfiKernels):
     return 0, 0
 
 
-class Cuda(FfiKernels):
-  """CUDA C++ kernels for Hopper."""
-
-  name = "cuda"
+class _CudaSources(FfiKernels):
+  """What `cuda` and its simulation have in common."""
 
   dtypes = ("bfloat16", "float16")
   head_dims = (64, 128)
   tile_sizes = (64, 128, 256)
-  compute_capability = "9.0"
 
-  def _why_not(self, problem: Problem) -> str | None:
-    facts = _compiled.build_facts()
-    if not facts["has_cuda"]:
-      return f"{facts['cuda']}; put nvcc of CUDA 12.5 or newer on PATH and install vsa_jax anew"
+  def _why_not_shapes(self, problem: Problem) -> str | None:
     for name, got, able in (
       ("dtype", jnp.dtype(problem.dtype).name, self.dtypes),
       ("head_dim", problem.head_dim, self.head_dims),
@@ -164,20 +162,10 @@ class Cuda(FfiKernels):
         return f"{name} {got}; its kernels take {', '.join(map(str, able))}"
     if not isinstance(problem.batch, int):
       return f"batch {problem.batch}: the size of its workspace must be known when it is exported"
-    devices = cuda_devices()
-    if not devices:
-      return "there is no CUDA device here"
-    for device in devices:
-      found = getattr(device, "compute_capability", "unknown")
-      if found != self.compute_capability:
-        return (
-          f"{device.device_kind} has compute capability {found}; its kernels run on"
-          f" {self.compute_capability} (H100, H200, H20, GH200)"
-        )
     return None
 
   def _workspaces(self, problem: Problem, prefix_and_dense: tuple[int, int]) -> tuple[int, int]:
-    return _compiled.cuda_workspaces(
+    return getattr(_compiled, f"{self.name}_workspaces")(
       jnp.dtype(problem.dtype).name,
       problem.batch,
       problem.heads,
@@ -189,6 +177,47 @@ class Cuda(FfiKernels):
       problem.width,
       *prefix_and_dense,
     )
+
+
+class CudaSim(_CudaSources):
+  """The CUDA kernels, run on the CPU by a simulator of a GPU: to test them, slowly. By name only.
+
+  What a kernel does wrong (deadlock, lanes apart, misused barriers) is an error that names the place.
+  """
+
+  name = "cuda_sim"
+
+  def _why_not(self, problem: Problem) -> str | None:
+    if not _compiled.build_facts()["has_simulator"]:
+      return "this build has no simulator"
+    return self._why_not_shapes(problem)
+
+
+class Cuda(_CudaSources):
+  """CUDA C++ kernels for Hopper."""
+
+  name = "cuda"
+
+  compute_capability = "9.0"
+
+  def _why_not(self, problem: Problem) -> str | None:
+    facts = _compiled.build_facts()
+    if not facts["has_cuda"]:
+      return f"{facts['cuda']}; put nvcc of CUDA 12.5 or newer on PATH and install vsa_jax anew"
+    reason = self._why_not_shapes(problem)
+    if reason:
+      return reason
+    devices = cuda_devices()
+    if not devices:
+      return "there is no CUDA device here"
+    for device in devices:
+      found = getattr(device, "compute_capability", "unknown")
+      if found != self.compute_capability:
+        return (
+          f"{device.device_kind} has compute capability {found}; its kernels run on"
+          f" {self.compute_capability} (H100, H200, H20, GH200)"
+        )
+    return None
 
 
 def is_built() -> bool:
@@ -218,6 +247,7 @@ def build_summary() -> list[str]:
   return [
     f"cpu kernels: {facts['cpu_instructions']}, by {facts['compiler']}, FFI headers of jaxlib {facts['jaxlib']}",
     f"cuda kernels: {facts['cuda']}",
+    f"cuda_sim: {'the cuda kernels on a simulated GPU' if facts['has_simulator'] else 'not in this build'}",
   ]
 
 

@@ -6,6 +6,8 @@
 extern "C" {
 XLA_FFI_Error* vsa_forward_cpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* vsa_backward_cpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* vsa_forward_cuda_sim(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* vsa_backward_cuda_sim(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* vsa_forward_cuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* vsa_backward_cuda(XLA_FFI_CallFrame* call_frame);
 }

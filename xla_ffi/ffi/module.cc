@@ -10,6 +10,9 @@
 #ifdef VSA_CUDA
 #include "xla_ffi/dispatch.h"
 #endif
+#ifdef VSA_SIMULATOR
+#include "xla_ffi/sim/sm90.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -24,6 +27,10 @@ nb::dict Registrations() {
   nb::dict cpu, platforms;
   cpu["vsa_forward_cpu"] = Capsule(vsa_forward_cpu);
   cpu["vsa_backward_cpu"] = Capsule(vsa_backward_cpu);
+#ifdef VSA_SIMULATOR
+  cpu["vsa_forward_cuda_sim"] = Capsule(vsa_forward_cuda_sim);
+  cpu["vsa_backward_cuda_sim"] = Capsule(vsa_backward_cuda_sim);
+#endif
   platforms["cpu"] = cpu;
 #ifdef VSA_CUDA
   nb::dict cuda;
@@ -45,15 +52,21 @@ nb::dict BuildFacts() {
 #else
   facts["has_cuda"] = false;
 #endif
+#ifdef VSA_SIMULATOR
+  facts["has_simulator"] = true;
+#else
+  facts["has_simulator"] = false;
+#endif
   return facts;
 }
 
-#ifdef VSA_CUDA
+using Workspaces = std::pair<int64_t, int64_t>;
+
 // Bytes of workspace of a call whose query has this dtype, by its name in NumPy: of the forward, of the backward.
-std::pair<int64_t, int64_t> CudaWorkspaces(const std::string& dtype, int64_t batch, int64_t heads, int64_t kv_heads,
-                                           int64_t head_dim, int64_t tile_size, int64_t query_tiles,
-                                           int64_t key_tiles, int64_t width, int64_t num_prefix_tiles,
-                                           int64_t num_dense_rows) {
+template <int64_t (*kForward)(const vsa::Shape&), int64_t (*kBackward)(const vsa::Shape&)>
+Workspaces WorkspacesOf(const std::string& dtype, int64_t batch, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t tile_size, int64_t query_tiles, int64_t key_tiles, int64_t width,
+                        int64_t num_prefix_tiles, int64_t num_dense_rows) {
   const vsa::Shape shape{dtype == "float16" ? vsa::DType::kFloat16 : vsa::DType::kBFloat16,
                          batch,
                          heads,
@@ -65,9 +78,8 @@ std::pair<int64_t, int64_t> CudaWorkspaces(const std::string& dtype, int64_t bat
                          width,
                          num_prefix_tiles,
                          num_dense_rows};
-  return {vsa::cuda::ForwardWorkspace(shape), vsa::cuda::BackwardWorkspace(shape)};
+  return {kForward(shape), kBackward(shape)};
 }
-#endif
 
 }  // namespace
 
@@ -75,6 +87,11 @@ NB_MODULE(_vsa_jax_ffi, module) {
   module.def("registrations", &Registrations);
   module.def("build_facts", &BuildFacts);
 #ifdef VSA_CUDA
-  module.def("cuda_workspaces", &CudaWorkspaces);
+  module.def("cuda_workspaces", &WorkspacesOf<vsa::cuda::ForwardWorkspace, vsa::cuda::BackwardWorkspace>);
+#endif
+#ifdef VSA_SIMULATOR
+  module.def("cuda_sim_workspaces",
+             &WorkspacesOf<vsa::sim::ForwardWorkspaceSm90, vsa::sim::BackwardWorkspaceSm90>);
+  module.def("set_simulator", &vsa::sim::Set, nb::arg("seed"), nb::arg("processors"));
 #endif
 }

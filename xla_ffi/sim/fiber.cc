@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <new>
+#include <vector>
 
 #if !defined(__x86_64__) && !defined(__aarch64__)
 #include <ucontext.h>
@@ -13,6 +14,21 @@ namespace vsa::sim {
 namespace {
 
 Fiber* running = nullptr;
+
+// A stack whose overflow is a fault, not a neighbour's stack. Launches come and go; stacks stay for the next.
+std::vector<void*> free_stacks;
+
+void* TakeStack() {
+  if (!free_stacks.empty()) {
+    void* const stack = free_stacks.back();
+    free_stacks.pop_back();
+    return stack;
+  }
+  void* const stack = mmap(nullptr, Fiber::kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (stack == MAP_FAILED) throw std::bad_alloc();
+  mprotect(stack, 4096, PROT_NONE);
+  return stack;
+}
 
 }  // namespace
 
@@ -86,8 +102,7 @@ constexpr int kSavedWords = 20, kReturnWord = 11;
 #endif
 
 struct Fiber::Context {
-  void* stack = nullptr;
-  size_t bytes = 0;
+  void* stack = TakeStack();
   void* here = nullptr;    // the stack pointer of the fiber, while it does not run
   void* caller = nullptr;  // and of who resumed it
 };
@@ -95,22 +110,17 @@ struct Fiber::Context {
 #else
 
 struct Fiber::Context {
-  void* stack = nullptr;
-  size_t bytes = 0;
+  void* stack = TakeStack();
   ucontext_t here, caller;
 };
 
 #endif
 
-Fiber::Fiber(std::function<void()> body, size_t stack_bytes)
+Fiber::Fiber(std::function<void()> body)
     : body_(std::move(body)), context_(std::make_unique<Context>()) {
   Context& context = *context_;
-  context.bytes = stack_bytes;
-  context.stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (context.stack == MAP_FAILED) throw std::bad_alloc();
-  mprotect(context.stack, 4096, PROT_NONE);  // an overflow is a fault, not a neighbour's stack
 #if defined(__x86_64__) || defined(__aarch64__)
-  auto* top = reinterpret_cast<uintptr_t*>(static_cast<char*>(context.stack) + stack_bytes);
+  auto* top = reinterpret_cast<uintptr_t*>(static_cast<char*>(context.stack) + kStackBytes);
 #if defined(__x86_64__)
   *--top = 0;  // so that `enter` finds the stack as a call would leave it: 8 bytes past a multiple of 16
   *--top = reinterpret_cast<uintptr_t>(&Fiber::enter);
@@ -124,13 +134,13 @@ Fiber::Fiber(std::function<void()> body, size_t stack_bytes)
 #else
   getcontext(&context.here);
   context.here.uc_stack.ss_sp = context.stack;
-  context.here.uc_stack.ss_size = stack_bytes;
+  context.here.uc_stack.ss_size = kStackBytes;
   context.here.uc_link = nullptr;
   makecontext(&context.here, reinterpret_cast<void (*)()>(&Fiber::enter), 0);
 #endif
 }
 
-Fiber::~Fiber() { munmap(context_->stack, context_->bytes); }
+Fiber::~Fiber() { free_stacks.push_back(context_->stack); }
 
 void Fiber::enter() {
   Fiber* const self = running;

@@ -9,7 +9,9 @@ namespace vsa::sim {
 
 class Fiber {
  public:
-  Fiber(std::function<void()> body, size_t stack_bytes);
+  static constexpr size_t kStackBytes = 128 << 10;
+
+  explicit Fiber(std::function<void()> body);
   ~Fiber();
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;

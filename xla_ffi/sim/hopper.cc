@@ -75,7 +75,7 @@ void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[4], Copy co
         bool inside = true;
         int64_t offset = i[0] * 2;
         for (int k = 0; k < 4; ++k) {
-          inside &= i[k] >= 0 && i[k] + (k == 0 ? map.box[0] : 1) <= map.sizes[k];
+          inside &= i[k] >= 0 && i[k] + (k == 0 ? map.box[0] : 1) <= static_cast<int64_t>(map.sizes[k]);
           if (k > 0) offset += i[k] * static_cast<int64_t>(map.strides[k - 1]);
         }
         for (uint32_t byte = 0; byte < row_bytes; byte += 16) {
@@ -138,20 +138,38 @@ void Store(Read read, Write write) {
   });
 }
 
-// Element (row, column) of an operand in shared memory, of 16-bit elements; `mn` is along M or N, k along K.
-float Element(const Cta& cta, uint64_t descriptor, int mn, int k, bool transposed, bool half) {
+// Every 16-bit number as a float.
+const float* Numbers(bool half) {
+  static const auto make = [](float (*from)(uint16_t)) {
+    std::vector<float> numbers(1 << 16);
+    for (int i = 0; i < 1 << 16; ++i) numbers[i] = from(static_cast<uint16_t>(i));
+    return numbers;
+  };
+  static const std::vector<float> halves = make(FromFloat16), bfloats = make(FromBfloat16);
+  return half ? halves.data() : bfloats.data();
+}
+
+// Of an operand in shared memory, elements [first, first + count) along M or N and all 16 along K: to[k * along_k +
+// mn * along_mn].
+void ReadOperand(const Cta& cta, uint64_t descriptor, bool transposed, bool half, int first, int count, float* to,
+                 int along_k, int along_mn) {
   const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
-  const uint32_t address = transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                                      : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
-  uint16_t bits;
-  std::memcpy(&bits, cta.memory + Swizzled(address), 2);
-  return half ? FromFloat16(bits) : FromBfloat16(bits);
+  const float* const numbers = Numbers(half);
+  for (int k = 0; k < 16; ++k) {
+    for (int i = 0; i < count; ++i) {
+      const int mn = first + i;
+      const uint32_t address = transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
+                                          : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
+      uint16_t bits;
+      std::memcpy(&bits, cta.memory + Swizzled(address), 2);
+      to[k * along_k + i * along_mn] = numbers[bits];
+    }
+  }
 }
 
 float Unpack(uint32_t word, int which, bool half) {
-  const auto bits = static_cast<uint16_t>(word >> 16 * which);
-  return half ? FromFloat16(bits) : FromBfloat16(bits);
+  return Numbers(half)[static_cast<uint16_t>(word >> 16 * which)];
 }
 
 }  // namespace
@@ -177,13 +195,9 @@ void IssueProduct(const Product& product) {
     const int warp = machine.warp().index % 4;
     machine.later_product([=, lanes = std::move(lanes)] {
       const Product& one = lanes[0];
-      std::vector<float> a(16 * 16), b(one.n * 16);
-      for (int k = 0; k < 16; ++k) {
-        for (int n = 0; n < one.n; ++n) b[n * 16 + k] = Element(*cta, one.b_descriptor, n, k, one.b_transposed, one.half);
-        for (int m = 0; m < 16 && one.a == nullptr; ++m) {
-          a[m * 16 + k] = Element(*cta, one.a_descriptor, warp * 16 + m, k, one.a_transposed, one.half);
-        }
-      }
+      float a[16 * 16], b[16 * 128], d[16 * 128];  // A [m, k], B [k, n], D [m, n]
+      ReadOperand(*cta, one.b_descriptor, one.b_transposed, one.half, 0, one.n, b, 128, 1);
+      if (one.a == nullptr) ReadOperand(*cta, one.a_descriptor, one.a_transposed, one.half, warp * 16, 16, a, 1, 16);
       for (int lane = 0; lane < kLanes && one.a != nullptr; ++lane) {
         for (int r = 0; r < 4; ++r) {
           for (int which = 0; which < 2; ++which) {
@@ -191,14 +205,21 @@ void IssueProduct(const Product& product) {
           }
         }
       }
-      for (int lane = 0; lane < kLanes; ++lane) {
-        for (int i = 0; i < one.n / 2; ++i) {
-          const int m = lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
-          float sum = one.add ? lanes[lane].d[i] : 0;
-          for (int k = 0; k < 16; ++k) sum += a[m * 16 + k] * b[n * 16 + k];
-          lanes[lane].d[i] = sum;
+      const auto for_each = [&](auto visit) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          for (int i = 0; i < one.n / 2; ++i) {
+            const int m = lane / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            visit(lanes[lane].d[i], d[m * 128 + n]);
+          }
+        }
+      };
+      for_each([&](float& mine, float& sum) { sum = one.add ? mine : 0; });
+      for (int m = 0; m < 16; ++m) {
+        for (int k = 0; k < 16; ++k) {
+          for (int n = 0; n < 128; ++n) d[m * 128 + n] += a[m * 16 + k] * b[k * 128 + n];
         }
       }
+      for_each([&](float& mine, float& sum) { mine = sum; });
     });
   });
 }
@@ -431,9 +452,9 @@ void set_registers(int count, bool more) {
   if (count % 8 != 0 || count < 24 || count > 256) machine.fail("setmaxnreg: want a multiple of 8 in 24..256");
   if (more ? count < warp.registers : count > warp.registers) machine.fail("setmaxnreg the wrong way");
   const int change = (count - warp.registers) * kLanes;
-  machine.wait("registers", [&] { return warp.registers == count || cta.free_registers >= change; });
   __syncwarp();
-  if (machine.lane().index == 0 && warp.registers != count) {
+  if (machine.lane().index == 0) {  // what it waited for still holds when it goes on
+    machine.wait("registers", [&] { return cta.free_registers >= change; });
     cta.free_registers -= change;
     warp.registers = count;
   }

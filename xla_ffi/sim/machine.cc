@@ -1,22 +1,30 @@
 #include "machine.h"
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
 
 namespace vsa::sim {
 namespace {
 
-constexpr size_t kStackBytes = 128 << 10;
 constexpr int kRegisters = 65536;  // of an SM
 Machine* machine = nullptr;
+std::mutex device;
 uint64_t next_seed = 0;
-int processors = 3;
+std::atomic<int> processors = 4;
 
 }  // namespace
 
-void SetSeed(uint64_t seed) { next_seed = seed; }
-void SetProcessors(int count) { processors = count; }
+void Set(uint64_t seed, int count) {
+  const std::lock_guard lock(device);
+  next_seed = seed;
+  processors = count;
+}
 int Processors() { return processors; }
-void Run(const Launch& launch) { Machine(next_seed++).run(launch); }
+void Run(const Launch& launch) {
+  const std::lock_guard lock(device);
+  Machine(next_seed++).run(launch);
+}
 
 Machine& Machine::current() { return *machine; }
 
@@ -73,30 +81,57 @@ bool Machine::run_warp(Warp& warp) {
   return moved;
 }
 
-// Some of the work that is to be done late, or all that can be.
-bool Machine::run_units(bool all) {
+// Of the copies that are to be done, each with a chance of one in `one_in`.
+bool Machine::run_copies(int one_in) {
   bool moved = false;
-  for (size_t i = 0; i < units_.size();) {
-    if (!all && below(4) > 0) {
+  for (size_t i = 0; one_in > 0 && i < copies_.size();) {
+    if (below(one_in) > 0) {
       ++i;
       continue;
     }
-    std::function<void()> work = std::move(units_[i]);
-    units_[i] = std::move(units_.back());
-    units_.pop_back();
+    std::function<void()> work = std::move(copies_[i]);
+    copies_[i] = std::move(copies_.back());
+    copies_.pop_back();
     work();
     moved = true;
   }
-  for (Warp* warp : live_) {
-    while (!warp->products.empty() && (all || below(2) > 0)) {
-      std::function<void()> work = std::move(warp->products.front());
-      warp->products.pop_front();
-      work();
-      ++warp->products_done;
-      moved = true;
-    }
+  return moved;
+}
+
+bool Machine::run_products(Warp& warp, int one_in) {
+  bool moved = false;
+  while (one_in > 0 && !warp.products.empty() && below(one_in) == 0) {
+    std::function<void()> work = std::move(warp.products.front());
+    warp.products.pop_front();
+    work();
+    ++warp.products_done;
+    moved = true;
   }
   return moved;
+}
+
+// When no lane can go on.
+bool Machine::run_one_unit() {
+  const size_t first = below(static_cast<int>(live_.size()) + 1);  // warps and the copies take turns
+  for (size_t i = 0; i <= live_.size(); ++i) {
+    const size_t at = (first + i) % (live_.size() + 1);
+    if (at == live_.size()) {
+      if (copies_.empty()) continue;
+      std::swap(copies_[below(static_cast<int>(copies_.size()))], copies_.back());
+      std::function<void()> work = std::move(copies_.back());
+      copies_.pop_back();
+      work();
+      return true;
+    }
+    if (!live_[at]->products.empty()) {
+      std::function<void()> work = std::move(live_[at]->products.front());
+      live_[at]->products.pop_front();
+      work();
+      ++live_[at]->products_done;
+      return true;
+    }
+  }
+  return false;
 }
 
 void Machine::report_deadlock() {
@@ -115,6 +150,9 @@ void Machine::report_deadlock() {
 void Machine::run(const Launch& launch) {
   launch_ = &launch;
   machine = this;
+  constexpr int kOneIn[] = {0, 4, 32};
+  copies_one_in_ = kOneIn[below(3)];
+  products_one_in_ = kOneIn[below(3)];
   const int threads = launch.block.x, warps = threads / kLanes;
   if (threads % kLanes != 0 || launch.block.y * launch.block.z * launch.grid.y * launch.grid.z != 1) {
     throw Error("a launch that is not modelled: one dimension, whole warps");
@@ -139,15 +177,13 @@ void Machine::run(const Launch& launch) {
       for (int l = 0; l < kLanes; ++l) {
         warp.lanes[l].warp = &warp;
         warp.lanes[l].index = l;
-        warp.lanes[l].fiber = std::make_unique<Fiber>(
-            [this] {
-              try {
-                launch_->kernel();
-              } catch (...) {
-                error_ = std::current_exception();
-              }
-            },
-            kStackBytes);
+        warp.lanes[l].fiber = std::make_unique<Fiber>([this] {
+          try {
+            launch_->kernel();
+          } catch (...) {
+            error_ = std::current_exception();
+          }
+        });
       }
       live_.push_back(&warp);
     }
@@ -159,16 +195,17 @@ void Machine::run(const Launch& launch) {
     for (Warp* warp : live_) {
       if (below(8) == 0) continue;  // so that warps run ahead of each other
       moved |= run_warp(*warp);
-      moved |= run_units(false);
+      moved |= run_products(*warp, products_one_in_);
+      moved |= run_copies(copies_one_in_);
     }
     if (!moved) {
       for (Warp* warp : live_) moved |= run_warp(*warp);
-      if (!moved && !run_units(true)) report_deadlock();
+      if (!moved && !run_one_unit()) report_deadlock();
     }
     live_.erase(std::remove_if(live_.begin(), live_.end(), [](Warp* warp) { return warp->exited == kLanes; }),
                 live_.end());
   }
-  run_units(true);
+  while (!copies_.empty()) run_copies(1);
 }
 
 }  // namespace vsa::sim

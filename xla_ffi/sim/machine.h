@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -141,7 +142,7 @@ class Machine {
     const int index = running_->index;
     if (warp.exited > 0) fail(std::string(what) + " after lanes of the warp have returned");
     if (warp.arrived == 0) warp.meeting = what;
-    else if (std::string(warp.meeting) != what) {
+    else if (warp.meeting != what && std::strcmp(warp.meeting, what) != 0) {
       fail(std::string("lanes apart: some are at ") + warp.meeting + ", this one is at " + what);
     }
     warp.inputs[index] = &in;
@@ -164,8 +165,8 @@ class Machine {
     return out;
   }
 
-  // Has `work` done some time later, by a unit of its own.
-  void later(std::function<void()> work) { units_.push_back(std::move(work)); }
+  // Has `work` done some time later, by a unit that copies.
+  void later(std::function<void()> work) { copies_.push_back(std::move(work)); }
   // Or by the tensor cores, after what the running warp gave them before.
   void later_product(std::function<void()> work);
 
@@ -174,7 +175,9 @@ class Machine {
 
  private:
   bool run_warp(Warp& warp);
-  bool run_units(bool all);
+  bool run_copies(int one_in);
+  bool run_products(Warp& warp, int one_in);
+  bool run_one_unit();
   [[noreturn]] void report_deadlock();
   std::string place(const Lane& lane) const;
 
@@ -183,13 +186,14 @@ class Machine {
   Lane* running_ = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas_;
   std::vector<Warp*> live_;  // warps
-  std::vector<std::function<void()>> units_;
+  std::vector<std::function<void()>> copies_;
+  int copies_one_in_, products_one_in_;  // how likely they are done when they could be; 0: only when nothing else can
   std::exception_ptr error_;
 };
 
-// What a stream's launches go to; how many SMs it seems to have. Set by tests.
-void SetSeed(uint64_t seed);
-void SetProcessors(int processors);
+// The device that launches go to: one launch after the other, whatever thread they come from, each with the seed after
+// that of the one before. `processors`: SMs, as many CTAs as a persistent kernel starts.
+void Set(uint64_t seed, int processors);
 int Processors();
 void Run(const Launch& launch);
 

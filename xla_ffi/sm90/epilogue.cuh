@@ -59,7 +59,7 @@ __device__ __forceinline__ void stage_rows(uint32_t to, const float (&accumulato
       const float* const pair = accumulators + (block * (kSwizzleColumns / 8) + chunk + i / 2) * 4 + i % 2 * 2;
       words[i] = valid[i % 2] ? pack<T>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]) : 0;
     }
-    stmatrix(row + (chunk + lane / 16 ^ lane % 8) * 16, words[0], words[1], words[2], words[3]);
+    stmatrix(row + ((chunk + lane / 16) ^ lane % 8) * 16, words[0], words[1], words[2], words[3]);
   }
 }
 

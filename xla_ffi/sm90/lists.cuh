@@ -120,10 +120,10 @@ class MergedKeyTiles {
 
   __device__ bool left() const { return next_ != kNone; }
   __device__ int tile() const { return next_ >> kSizeBits; }
-  __device__ int size() const { return next_ & (1 << kSizeBits) - 1; }
+  __device__ int size() const { return next_ & ((1 << kSizeBits) - 1); }
 
   // The lists that have the tile at hand, and those that have any left, a bit each.
-  __device__ unsigned with_tile() const { return __ballot_sync(kWholeWarp, mine_ == next_) & (1 << kLists) - 1; }
+  __device__ unsigned with_tile() const { return __ballot_sync(kWholeWarp, mine_ == next_) & ((1 << kLists) - 1); }
   __device__ unsigned with_more() const { return __ballot_sync(kWholeWarp, mine_ != kNone); }
 
   __device__ void next() {
@@ -143,7 +143,7 @@ class MergedKeyTiles {
       if (short_of == 0) break;
       fetch(__ffs(short_of) - 1);
     }
-    const int from = __ffs(left_) - 1 & 31;
+    const int from = (__ffs(left_) - 1) & 31;
     int entry = kNone;
 #pragma unroll
     for (int i = 0; i < kLists; ++i) {
@@ -181,7 +181,7 @@ class MergedKeyTiles {
     for (int i = 0; i < kLists; ++i) {
       if (list == i) entries_[i] = tile << kSizeBits | size;
     }
-    if (threadIdx.x % 32 == list) {
+    if (static_cast<int>(threadIdx.x % 32) == list) {
       left_ = found;
       base_ += 32;
     }

@@ -1,18 +1,25 @@
 // bfloat16 and float16, rounded to nearest even.
 #pragma once
 
-#include <bit>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace vsa::sim {
 
 inline uint16_t ToBfloat16(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
   if (std::isnan(x)) return 0x7fff;
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline float FromBfloat16(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
+inline float FromBfloat16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
 
 inline float FromFloat16(uint16_t x) {
   const int exponent = x >> 10 & 31, mantissa = x & 1023;
@@ -26,6 +33,7 @@ inline uint16_t ToFloat16(float x) {
   x = std::fabs(x);
   if (std::isnan(x)) return 0x7fff;
   if (x >= 65520) return sign | 0x7c00;
+  if (x == 0) return sign;
   int exponent;
   std::frexp(x, &exponent);  // x in [2**(exponent - 1), 2**exponent)
   const int unit = std::max(exponent - 11, -24);

@@ -127,8 +127,16 @@ void __syncthreads();
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
-inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float_as_int(float x) {
+  int bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __int_as_float(int bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 inline void __nanosleep(unsigned) {}
 
 inline int atomicAdd(int* x, int y) {
@@ -178,6 +186,7 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
+  if (config->gridDim.x == 0) return cudaErrorInvalidValue;
   vsa::sim::Launch launch;
   launch.grid = {config->gridDim.x, config->gridDim.y, config->gridDim.z};
   launch.block = {config->blockDim.x, config->blockDim.y, config->blockDim.z};

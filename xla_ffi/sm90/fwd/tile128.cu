@@ -233,7 +233,7 @@ class Loader {
   };
 
   __device__ void load_query(const Item& item) {
-    mbarrier_wait(shared_address(&smem_.q_empty), items_ & 1 ^ 1);
+    mbarrier_wait(shared_address(&smem_.q_empty), (items_ & 1) ^ 1);
     if (elect()) {
       const uint32_t full = shared_address(&smem_.q_full);
       smem_.items[items_ % 4] = item;

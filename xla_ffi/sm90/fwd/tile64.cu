@@ -246,7 +246,7 @@ class KeyLoader : Loader<kHeadDim> {
       : Base(smem, smem.keys, smem.key_tiles), query_tiles_(query_tiles), query_(query), key_(key) {}
 
   __device__ void run() {
-    Job queries, job;
+    Job queries{}, job;
     while ((job = next_job()).kind != Job::kEnd) {
       if (job.kind == Job::kQueries) {
         queries = job;
