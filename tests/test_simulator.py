@@ -26,7 +26,7 @@ TOO_MANY = "more arrivals at an mbarrier"
 # What any of these seeds may show, by mistake.
 MISTAKES = {
   "no_wait_for_loads": (WRONG, TOO_MANY),
-  "no_wait_for_products": (WRONG,),
+  "no_wait_for_products": (WRONG, "its matrix products are still running"),
   "no_wait_for_slots": (TOO_MANY, DEADLOCK, WRONG),
   "no_release": (DEADLOCK,),
   "wrong_parity": (DEADLOCK, TOO_MANY, WRONG),
@@ -37,7 +37,7 @@ MISTAKES = {
   "returns_early": (DEADLOCK,),
   "too_many_registers": (DEADLOCK, "waits for registers"),
   "misaligned_load": ("a TMA load at shared memory 64: want a multiple of 1024",),
-  "no_wait_for_store": (WRONG,),
+  "no_wait_for_store": (WRONG, "TMA has still to read what it stores"),
   "too_few_bytes": (DEADLOCK, WRONG),
   "not_all_at_barrier": (DEADLOCK,),
 }

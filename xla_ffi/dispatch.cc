@@ -5,15 +5,12 @@
 
 #include "xla_ffi/sm90/bwd/backward.h"
 #include "xla_ffi/sm90/fwd/forward.h"
-#include "xla_ffi/sm90/supported.h"
 
 namespace vsa::cuda {
 namespace {
 
-// Why no kernel takes these shapes on this device, or "".
-std::string WhyNot(const Shape& shape) {
-  const std::string reason = sm90::WhyNot(shape);
-  if (!reason.empty()) return reason;
+// Why no kernel runs on this device, or "".
+std::string WhyNotHere() {
   int device, major;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -28,12 +25,12 @@ std::string WhyNot(const Shape& shape) {
 }  // namespace
 
 std::string Forward(const ForwardParams& params, CUstream_st* stream) {
-  const std::string reason = WhyNot(params.shape);
+  const std::string reason = WhyNotHere();
   return reason.empty() ? sm90::Forward(params, stream) : reason;
 }
 
 std::string Backward(const BackwardParams& params, CUstream_st* stream) {
-  const std::string reason = WhyNot(params.shape);
+  const std::string reason = WhyNotHere();
   return reason.empty() ? sm90::Backward(params, stream) : reason;
 }
 

@@ -25,8 +25,7 @@ void* TakeStack() {
     return stack;
   }
   void* const stack = mmap(nullptr, Fiber::kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (stack == MAP_FAILED) throw std::bad_alloc();
-  mprotect(stack, 4096, PROT_NONE);
+  if (stack == MAP_FAILED || mprotect(stack, 4096, PROT_NONE) != 0) throw std::bad_alloc();
   return stack;
 }
 

@@ -104,6 +104,7 @@ void Load(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)
     Cta* const cta = &machine.cta_of(static_cast<uint32_t>(rank) << kRankShift);
     Barrier* const full = &machine.barrier(*cta, barrier_offset);
     machine.later([=, map = *map] {
+      if (cta->ended) throw Error("CTA " + std::to_string(cta->index) + " has ended, and a TMA load into it has not");
       const int where[4] = {at[0], at[1], at[2], at[3]};
       ForBox(map, offset, where, [&](const uint8_t* global, uint32_t shared, bool inside) {
         if (inside) std::memcpy(cta->memory + shared, global, 16);
@@ -115,6 +116,9 @@ void Load(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)
 }
 
 std::shared_ptr<BulkGroup> OpenGroup(Lane& lane) {
+  while (!lane.bulk_groups.empty() && lane.bulk_groups.front()->committed && lane.bulk_groups.front()->unwritten == 0) {
+    lane.bulk_groups.pop_front();
+  }
   if (lane.bulk_groups.empty() || lane.bulk_groups.back()->committed) {
     lane.bulk_groups.push_back(std::make_shared<BulkGroup>());
   }
@@ -188,6 +192,14 @@ void IssueProduct(const Product& product) {
     for (const uint64_t descriptor : {first.b_descriptor, first.a == nullptr ? first.a_descriptor : first.b_descriptor}) {
       if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) machine.fail("a matrix descriptor that is not modelled");
     }
+    const auto check = [&](uint64_t descriptor, int rows, bool transposed) {
+      const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+      const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
+      const uint32_t last = transposed ? (rows - 1) / 64 * leading + stride + 8 * 128 : (rows - 1) / 8 * stride + 8 * 128;
+      if (start + last > machine.cta().bytes + 1024) machine.fail("a matrix operand past the end of shared memory");
+    };
+    check(first.b_descriptor, first.n, first.b_transposed);
+    if (first.a == nullptr) check(first.a_descriptor, 64, first.a_transposed);
     for (const Product& each : lanes) {  // until it is waited for, nobody may read it
       for (int i = 0; i < each.n / 2 && !each.add; ++i) each.d[i] = NAN;
     }
@@ -288,6 +300,7 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   Machine::current().wait("mbarrier", [&] { return Done(there, parity); });
 }
 bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) { return Done(BarrierAt(barrier), parity); }
+// May fail for no reason.
 bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   Machine& machine = Machine::current();
   return machine.below(4) > 0 && Done(BarrierAt(barrier), parity);
@@ -419,8 +432,10 @@ void ArriveAt(NamedBarrier& barrier, int threads, bool waits, const char* what) 
   Machine& machine = Machine::current();
   const uint64_t phase = barrier.phase;
   machine.together<bool, bool>(what, true, [&](const bool* const*, bool* const*) {
+    if (barrier.arrived == 0) barrier.threads = threads;
+    if (barrier.threads != threads) machine.fail("a barrier for other numbers of threads at a time");
     barrier.arrived += kLanes;
-    if (barrier.arrived > threads) machine.fail("more threads at a named barrier than it is for");
+    if (barrier.arrived > threads) machine.fail("more threads at a barrier than it is for");
     if (barrier.arrived == threads) {
       barrier.arrived = 0;
       ++barrier.phase;
@@ -431,17 +446,16 @@ void ArriveAt(NamedBarrier& barrier, int threads, bool waits, const char* what) 
 
 }  // namespace
 
-void named_barrier_sync(int id, int threads) {
-  ArriveAt(Machine::current().cta().named[id], threads, true, "a named barrier");
+NamedBarrier& Named(int id) {
+  Machine& machine = Machine::current();
+  if (id < 0 || id > 15) machine.fail("named barrier " + std::to_string(id) + ": want 0 to 15");
+  return machine.cta().named[id];
 }
-void named_barrier_arrive(int id, int threads) {
-  ArriveAt(Machine::current().cta().named[id], threads, false, "bar.arrive");
-}
+void named_barrier_sync(int id, int threads) { ArriveAt(Named(id), threads, true, "a named barrier"); }
+void named_barrier_arrive(int id, int threads) { ArriveAt(Named(id), threads, false, "bar.arrive"); }
 void cluster_sync() {
   Machine& machine = Machine::current();
-  // At the first CTA of the cluster, as if it were a named barrier of all its threads.
-  Cta& first = machine.cta_of(0);
-  ArriveAt(first.named[15], machine.launch().cluster * static_cast<int>(machine.launch().block.x), true,
+  ArriveAt(machine.cta_of(0).of_cluster, machine.launch().cluster * static_cast<int>(machine.launch().block.x), true,
            "the cluster's barrier");
 }
 
@@ -465,8 +479,7 @@ void wgmma_fence() { __syncwarp(); }
 void wgmma_commit() {
   Machine::current().together<bool, bool>("wgmma.commit_group", true, [](const bool* const*, bool* const*) {
     Warp& warp = Machine::current().warp();
-    warp.product_groups.push_back(static_cast<int>(warp.products_issued));
-    warp.open_products = 0;
+    warp.product_groups.push_back(warp.products_issued);
   });
 }
 void wgmma_wait_for(int pending) {
@@ -475,7 +488,7 @@ void wgmma_wait_for(int pending) {
   __syncwarp();
   machine.wait("matrix products", [&] {
     const auto groups = static_cast<int>(warp.product_groups.size());
-    return groups <= pending || warp.products_done >= static_cast<uint64_t>(warp.product_groups[groups - 1 - pending]);
+    return groups <= pending || warp.products_done >= warp.product_groups[groups - 1 - pending];
   });
   __syncwarp();
 }

@@ -40,10 +40,6 @@ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes);
 void mbarrier_wait(uint32_t barrier, uint32_t parity);
 bool mbarrier_try_wait(uint32_t barrier, uint32_t parity);
 bool mbarrier_test_wait(uint32_t barrier, uint32_t parity);
-inline void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second, uint32_t second_parity) {
-  mbarrier_wait(first, first_parity);
-  mbarrier_wait(second, second_parity);
-}
 bool elect();
 
 void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int head, int token);

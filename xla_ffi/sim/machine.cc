@@ -16,6 +16,7 @@ std::atomic<int> processors = 4;
 }  // namespace
 
 void Set(uint64_t seed, int count) {
+  if (count < 2) throw std::invalid_argument("processors: got " + std::to_string(count) + ", want 2 or more");
   const std::lock_guard lock(device);
   next_seed = seed;
   processors = count;
@@ -23,7 +24,13 @@ void Set(uint64_t seed, int count) {
 int Processors() { return processors; }
 void Run(const Launch& launch) {
   const std::lock_guard lock(device);
-  Machine(next_seed++).run(launch);
+  const uint64_t seed = next_seed++;
+  try {
+    Machine(seed).run(launch);
+  } catch (const Error& error) {
+    throw Error(std::string(error.what()) + " [seed " + std::to_string(seed) + " of this launch, " +
+                std::to_string(processors) + " processors]");
+  }
 }
 
 Machine& Machine::current() { return *machine; }
@@ -41,7 +48,9 @@ Cta& Machine::cta_of(uint32_t address) {
   const int rank = static_cast<int>(address >> kRankShift);
   Cta& mine = cta();
   if (rank >= launch_->cluster) fail("a shared-memory address of rank " + std::to_string(rank));
-  return *ctas_[mine.index - mine.rank + rank];
+  Cta& there = *ctas_[mine.index - mine.rank + rank];
+  if (there.ended) fail("shared memory of a CTA that has ended");
+  return there;
 }
 
 uint8_t* Machine::at(uint32_t address, size_t bytes) {
@@ -60,7 +69,6 @@ Barrier& Machine::barrier(Cta& there, uint32_t at) {
 
 void Machine::later_product(std::function<void()> work) {
   Warp& warp = this->warp();
-  ++warp.open_products;
   ++warp.products_issued;
   warp.products.push_back(std::move(work));
 }
@@ -147,49 +155,74 @@ void Machine::report_deadlock() {
   throw Error(text);
 }
 
+void Machine::start_cta(int index) {
+  ctas_.push_back(std::make_unique<Cta>());
+  Cta& cta = *ctas_.back();
+  cta.index = index;
+  cta.rank = index % launch_->cluster;
+  cta.bytes = launch_->shared_bytes;
+  cta.storage.resize(cta.bytes + 1024);
+  for (size_t i = 0; i < cta.storage.size(); ++i) cta.storage[i] = i % 2 ? 0x7f : 0xff;  // NaN, of any type
+  const auto address = reinterpret_cast<uintptr_t>(cta.storage.data());
+  cta.memory = cta.storage.data() + (1024 - address % 1024) % 1024;
+  const int threads = static_cast<int>(launch_->block.x);
+  for (int w = 0; w < threads / kLanes; ++w) {
+    Warp& warp = cta.warps.emplace_back();
+    warp.cta = &cta;
+    warp.index = w;
+    warp.registers = std::min(255, kRegisters / threads / 8 * 8);
+    for (int l = 0; l < kLanes; ++l) {
+      warp.lanes[l].warp = &warp;
+      warp.lanes[l].index = l;
+      warp.lanes[l].fiber = std::make_unique<Fiber>([this] {
+        try {
+          launch_->kernel();
+        } catch (...) {
+          error_ = std::current_exception();
+        }
+      });
+    }
+    live_.push_back(&warp);
+  }
+}
+
+// Its last lane has returned: whatever still uses its shared memory is a mistake.
+void Machine::end_cta(Cta& cta) {
+  for (Warp& warp : cta.warps) {
+    for (Lane& lane : warp.lanes) {
+      for (const auto& group : lane.bulk_groups) {
+        if (group->unread > 0) throw Error(place(lane) + " has returned, and TMA has still to read what it stores");
+      }
+      lane.fiber.reset();
+    }
+    if (warp.products_done != warp.products_issued) {
+      throw Error(place(warp.lanes[0]) + " has returned, and its matrix products are still running");
+    }
+  }
+  cta.ended = true;
+}
+
 void Machine::run(const Launch& launch) {
   launch_ = &launch;
   machine = this;
   constexpr int kOneIn[] = {0, 4, 32};
   copies_one_in_ = kOneIn[below(3)];
   products_one_in_ = kOneIn[below(3)];
-  const int threads = launch.block.x, warps = threads / kLanes;
+  const int threads = static_cast<int>(launch.block.x);
   if (threads % kLanes != 0 || launch.block.y * launch.block.z * launch.grid.y * launch.grid.z != 1) {
     throw Error("a launch that is not modelled: one dimension, whole warps");
   }
   if (launch.grid.x % launch.cluster != 0) throw Error("a grid that is not whole clusters");
-  for (unsigned i = 0; i < launch.grid.x; ++i) {
-    auto cta = std::make_unique<Cta>();
-    cta->machine = this;
-    cta->index = static_cast<int>(i);
-    cta->cluster = static_cast<int>(i) / launch.cluster;
-    cta->rank = static_cast<int>(i) % launch.cluster;
-    cta->bytes = launch.shared_bytes;
-    cta->storage.resize(launch.shared_bytes + 1024);
-    for (size_t j = 0; j < cta->storage.size(); ++j) cta->storage[j] = j % 2 ? 0xff : 0x7f;  // NaN
-    const auto address = reinterpret_cast<uintptr_t>(cta->storage.data());
-    cta->memory = cta->storage.data() + (1024 - address % 1024) % 1024;
-    for (int w = 0; w < warps; ++w) {
-      Warp& warp = cta->warps.emplace_back();
-      warp.cta = cta.get();
-      warp.index = w;
-      warp.registers = std::min(255, kRegisters / threads / 8 * 8);
-      for (int l = 0; l < kLanes; ++l) {
-        warp.lanes[l].warp = &warp;
-        warp.lanes[l].index = l;
-        warp.lanes[l].fiber = std::make_unique<Fiber>([this] {
-          try {
-            launch_->kernel();
-          } catch (...) {
-            error_ = std::current_exception();
-          }
-        });
-      }
-      live_.push_back(&warp);
+  // As many clusters at once as there is room for, at least one; another when one has ended.
+  const int ctas = static_cast<int>(launch.grid.x);
+  const int room = std::max(1, Processors() / launch.cluster) * launch.cluster;
+  int running = 0;
+  while (true) {
+    while (running + launch.cluster <= room && static_cast<int>(ctas_.size()) < ctas) {
+      for (int i = 0; i < launch.cluster; ++i) start_cta(static_cast<int>(ctas_.size()));
+      running += launch.cluster;
     }
-    ctas_.push_back(std::move(cta));
-  }
-  while (!live_.empty()) {
+    if (live_.empty()) break;
     std::shuffle(live_.begin(), live_.end(), random_);
     bool moved = false;
     for (Warp* warp : live_) {
@@ -201,6 +234,14 @@ void Machine::run(const Launch& launch) {
     if (!moved) {
       for (Warp* warp : live_) moved |= run_warp(*warp);
       if (!moved && !run_one_unit()) report_deadlock();
+    }
+    for (Warp* warp : live_) {
+      Cta& cta = *warp->cta;
+      bool over = !cta.ended;
+      for (const Warp& each : cta.warps) over &= each.exited == kLanes;
+      if (!over) continue;
+      end_cta(cta);
+      --running;
     }
     live_.erase(std::remove_if(live_.begin(), live_.end(), [](Warp* warp) { return warp->exited == kLanes; }),
                 live_.end());

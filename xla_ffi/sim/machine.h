@@ -1,5 +1,5 @@
-// A GPU that runs one launch: CTAs, warps and lanes as fibers, in an order drawn from a seed, and units that work beside
-// them and finish late. What a kernel does wrong is an Error that names the place.
+// A GPU that runs one launch: CTAs, warps and lanes as fibers, in an order drawn from a seed, and units that work
+// beside them and finish late. What a kernel does wrong is an Error that names the place.
 #pragma once
 
 #include <cstdint>
@@ -64,8 +64,7 @@ struct Warp {
 
   // Matrix products: started in order, and groups of those committed.
   std::deque<std::function<void()>> products;
-  int open_products = 0;
-  std::deque<int> product_groups;  // products still to finish, of each committed group
+  std::deque<uint64_t> product_groups;  // how many were issued up to the end of each committed group
   uint64_t products_issued = 0, products_done = 0;
 };
 
@@ -77,21 +76,21 @@ struct Barrier {
 };
 
 struct NamedBarrier {
-  int arrived = 0;  // threads
+  int arrived = 0, threads = 0;  // threads: as the first to arrive says
   uint64_t phase = 0;
 };
 
 struct Cta {
-  Machine* machine;
-  int index;    // in the grid
-  int cluster;  // of the grid
-  int rank;     // in the cluster
+  int index;  // in the grid
+  int rank;   // in the cluster
+  bool ended = false;
   std::vector<uint8_t> storage;
   uint8_t* memory;  // shared; aligned
   size_t bytes;
   std::deque<Warp> warps;
   std::unordered_map<uint32_t, Barrier> barriers;  // by offset
   NamedBarrier named[16];
+  NamedBarrier of_cluster;  // of the first CTA of a cluster: all its threads'
   int free_registers = 0;  // given back by setmaxnreg
 };
 
@@ -174,6 +173,8 @@ class Machine {
   [[noreturn]] void fail(const std::string& what);  // Error that says where
 
  private:
+  void start_cta(int index);
+  void end_cta(Cta& cta);
   bool run_warp(Warp& warp);
   bool run_copies(int one_in);
   bool run_products(Warp& warp, int one_in);
@@ -184,7 +185,7 @@ class Machine {
   std::mt19937_64 random_;
   const Launch* launch_ = nullptr;
   Lane* running_ = nullptr;
-  std::vector<std::unique_ptr<Cta>> ctas_;
+  std::vector<std::unique_ptr<Cta>> ctas_;  // those started; in order
   std::vector<Warp*> live_;  // warps
   std::vector<std::function<void()>> copies_;
   int copies_one_in_, products_one_in_;  // how likely they are done when they could be; 0: only when nothing else can
@@ -192,7 +193,7 @@ class Machine {
 };
 
 // The device that launches go to: one launch after the other, whatever thread they come from, each with the seed after
-// that of the one before. `processors`: SMs, as many CTAs as a persistent kernel starts.
+// that of the one before. `processors`, 2 or more: SMs, with a CTA each.
 void Set(uint64_t seed, int processors);
 int Processors();
 void Run(const Launch& launch);

@@ -1,4 +1,4 @@
-// Launching persistent kernels: one CTA per SM, work handed out by a ticket counter in global memory.
+// Launching kernels; persistent ones with a CTA per SM, whose work a ticket counter in global memory hands out.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -109,17 +109,6 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
   return done;
 }
 
-// Both barriers; one latency when both are ready.
-__device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second,
-                                                   uint32_t second_parity) {
-  const bool first_done = mbarrier_try_wait(first, first_parity);
-  const bool second_done = mbarrier_try_wait(second, second_parity);
-  if (!(first_done && second_done)) {
-    mbarrier_wait(first, first_parity);
-    mbarrier_wait(second, second_parity);
-  }
-}
-
 // True in one lane, always the same. A whole warp asks together. Unlike a comparison of lane numbers this tells the compiler
 // that one lane is left, so that it issues TMA without a loop over lanes.
 __device__ __forceinline__ bool elect() {

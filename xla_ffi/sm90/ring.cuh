@@ -32,6 +32,17 @@ struct Cursor {
   }
 };
 
+// Both barriers; one latency when both are ready.
+__device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity, uint32_t second,
+                                                   uint32_t second_parity) {
+  const bool first_done = mbarrier_try_wait(first, first_parity);
+  const bool second_done = mbarrier_try_wait(second, second_parity);
+  if (!(first_done && second_done)) {
+    mbarrier_wait(first, first_parity);
+    mbarrier_wait(second, second_parity);
+  }
+}
+
 // What one warp tells kReaders others, in order. Everything is for a whole warp.
 template <class Message, int kCount, int kReaders = 1>
 struct Messages {

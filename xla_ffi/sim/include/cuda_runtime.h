@@ -26,7 +26,6 @@ struct int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace vsa::sim {
@@ -44,7 +43,6 @@ inline unsigned ThreadIndex() {
 }
 inline unsigned BlockIndex() { return Machine::current().cta().index; }
 inline unsigned GridSize() { return Machine::current().launch().grid.x; }
-inline unsigned BlockSize() { return Machine::current().launch().block.x; }
 
 template <class T>
 T Shuffle(const char* what, T x, int from, int (*source)(int lane, int from)) {
@@ -74,7 +72,6 @@ inline void WholeWarp(unsigned mask) {
 inline constexpr vsa::sim::BuiltIn<vsa::sim::ThreadIndex> threadIdx{};
 inline constexpr vsa::sim::BuiltIn<vsa::sim::BlockIndex> blockIdx{};
 inline constexpr vsa::sim::BuiltIn<vsa::sim::GridSize> gridDim{};
-inline constexpr vsa::sim::BuiltIn<vsa::sim::BlockSize> blockDim{};
 
 template <class T>
 T __shfl_sync(unsigned mask, T x, int from) {

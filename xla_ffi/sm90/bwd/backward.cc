@@ -1,5 +1,6 @@
 #include "backward.h"
 
+#include "../supported.h"
 #include "parts.h"
 
 namespace vsa::sm90 {
@@ -42,15 +43,12 @@ struct Layout {
 int64_t BackwardWorkspace(const Shape& shape) { return Layout(shape).end; }
 
 std::string Backward(const BackwardParams& params, cudaStream_t stream) {
-  const int64_t tile_size = params.shape.tile_size, head_dim = params.shape.head_dim;
-  if (tile_size != 64 && tile_size != 128 && tile_size != 256) {
-    return "tile size " + std::to_string(tile_size) + ": want 64, 128 or 256";
-  }
-  if (head_dim != 64 && head_dim != 128) return "head dim " + std::to_string(head_dim) + ": want 64 or 128";
+  std::string error = WhyNot(params.shape);
+  if (!error.empty()) return error;
   const Layout layout(params.shape);
   const auto ints = [&](int64_t at) { return reinterpret_cast<int32_t*>(static_cast<char*>(params.workspace) + at); };
   const Transposed transposed{ints(layout.offsets), ints(layout.entries)};
-  std::string error = Transpose(params.shape, params.pairs, transposed, ints(layout.chunk_counts), stream);
+  error = Transpose(params.shape, params.pairs, transposed, ints(layout.chunk_counts), stream);
   if (error.empty() && KeptBytes(params.shape) > 0) {
     return AllGradients(params, transposed, ints(layout.kept), ints(layout.counters), stream);
   }

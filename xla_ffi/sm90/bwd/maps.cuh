@@ -10,9 +10,11 @@
 
 namespace vsa::sm90 {
 
+enum Gradient { kDQuery, kDKey, kDValue, kGradients };
+
 struct Maps {
   CUtensorMap query, d_out, key, value;    // boxes of kBlockRows tokens, all columns
-  CUtensorMap d_query, d_key, d_value;  // and of 64 columns
+  CUtensorMap gradients[kGradients];       // and of 64 columns
 };
 
 // Returns why not, or "".
@@ -28,9 +30,9 @@ inline std::string Encode(const BackwardParams& params, Maps* maps) {
   encode(&maps->d_out, params.d_out, shape.query_length(), shape.heads, all);
   encode(&maps->key, params.key, shape.key_length(), shape.kv_heads, all);
   encode(&maps->value, params.value, shape.key_length(), shape.kv_heads, all);
-  encode(&maps->d_query, params.d_query, shape.query_length(), shape.heads, 1);
-  encode(&maps->d_key, params.d_key, shape.key_length(), shape.kv_heads, 1);
-  encode(&maps->d_value, params.d_value, shape.key_length(), shape.kv_heads, 1);
+  encode(&maps->gradients[kDQuery], params.d_query, shape.query_length(), shape.heads, 1);
+  encode(&maps->gradients[kDKey], params.d_key, shape.key_length(), shape.kv_heads, 1);
+  encode(&maps->gradients[kDValue], params.d_value, shape.key_length(), shape.kv_heads, 1);
   return error;
 }
 

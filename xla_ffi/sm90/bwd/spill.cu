@@ -54,7 +54,6 @@ constexpr int kStages = 2;  // of dS, a consumer
 
 // What a stage's note says: the number of a kept block; or that the work ends; or which 64 columns of which gradient the
 // stage has; or which counter to raise.
-enum Gradient { kDQuery, kDKey, kDValue, kGradients };
 constexpr int kBlocks = kHeadDim / kSwizzleColumns;  // of 64 columns
 constexpr int kStoringEnds = -1;
 constexpr int kFirstGradient = kStoringEnds - 1;                      // block b of gradient g: this - g * kBlocks - b
@@ -111,9 +110,11 @@ struct Memory : Stages, Shared<kHeadDim, kStreams, 8> {
   int2 stage_rows[kConsumers][kStages];  // of a gradient: its head, and its first token, over batches
 
   __device__ void init() {
-    for (int i = 0; i < kConsumers * kStages; ++i) {
-      mbarrier_init(shared_address(&stage_full[0][i]), kWarpgroup / 32 * kWarpArrivals);
-      mbarrier_init(shared_address(&stage_empty[0][i]), kWarpArrivals);
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      for (int i = 0; i < kStages; ++i) {
+        mbarrier_init(shared_address(&stage_full[consumer][i]), kWarpgroup / 32 * kWarpArrivals);
+        mbarrier_init(shared_address(&stage_empty[consumer][i]), kWarpArrivals);
+      }
     }
     Shared<kHeadDim, kStreams, 8>::init();
   }
@@ -287,7 +288,7 @@ __device__ void store_stages(Smem& smem, const Arguments& args, const Maps& maps
       } else if (note <= kFirstGradient) {
         const int which = kFirstGradient - note;
         const int2 rows = smem.stage_rows[consumer][stage.at];
-        tma_store(&maps.d_query + which / kBlocks, from, which % kBlocks, rows.x, rows.y);
+        tma_store(&maps.gradients[which / kBlocks], from, which % kBlocks, rows.x, rows.y);
       } else {
         bulk_store_once(args.kept + int64_t{note} * kKeptBytes, from, kKeptBytes);
       }

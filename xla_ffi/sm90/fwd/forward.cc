@@ -1,17 +1,13 @@
 #include "forward.h"
 
+#include "../supported.h"
+
 namespace vsa::sm90 {
 
 std::string Forward(const ForwardParams& params, cudaStream_t stream) {
-  switch (params.shape.tile_size) {
-    case 64:
-      return Forward64(params, stream);
-    case 128:
-    case 256:
-      return Forward128(params, stream);
-    default:
-      return "tile size " + std::to_string(params.shape.tile_size) + ": want 64, 128 or 256";
-  }
+  const std::string reason = WhyNot(params.shape);
+  if (!reason.empty()) return reason;
+  return params.shape.tile_size == 64 ? Forward64(params, stream) : Forward128(params, stream);
 }
 
 int64_t ForwardWorkspace(const Shape&) { return 4; }  // a ticket
