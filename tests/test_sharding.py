@@ -189,6 +189,7 @@ def test_tiling_and_routing_keep_the_sharding(kind):
 def auto_mesh(request):
   """An automatic mesh; jit learns of it from the context, or only from the types of its arguments."""
   mesh = mesh_of("auto")
+  unsharded()  # kept from here on: in the context it would be partitioned too
   with jax.set_mesh(mesh) if request.param == "set_mesh" else contextlib.nullcontext():
     yield mesh
 
