@@ -103,8 +103,7 @@ void Load(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)
     if (!(mask >> rank & 1)) continue;
     Cta* const cta = &machine.cta_of(static_cast<uint32_t>(rank) << kRankShift);
     Barrier* const full = &machine.barrier(*cta, barrier_offset);
-    machine.later([=, map = *map] {
-      if (cta->ended) throw Error("CTA " + std::to_string(cta->index) + " has ended, and a TMA load into it has not");
+    machine.later_into(*cta, [=, map = *map] {
       const int where[4] = {at[0], at[1], at[2], at[3]};
       ForBox(map, offset, where, [&](const uint8_t* global, uint32_t shared, bool inside) {
         if (inside) std::memcpy(cta->memory + shared, global, 16);
@@ -113,6 +112,18 @@ void Load(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)
       CompleteBytes(*full, bytes);
     });
   }
+}
+
+// write(there) some time later, which `barrier` is told of.
+template <class Write>
+void WriteLater(uint32_t to, uint32_t bytes, uint32_t barrier, Write write) {
+  Machine& machine = Machine::current();
+  uint8_t* const there = machine.at(to, bytes);
+  Barrier* const full = &BarrierAt(barrier);
+  machine.later_into(machine.cta_of(to), [=] {
+    write(there);
+    CompleteBytes(*full, bytes);
+  });
 }
 
 std::shared_ptr<BulkGroup> OpenGroup(Lane& lane) {
@@ -142,6 +153,17 @@ void Store(Read read, Write write) {
   });
 }
 
+// Until none of the lane's committed stores is left to be read, or written.
+void WaitForStores(const char* what, int BulkGroup::*left) {
+  const Lane& lane = Machine::current().lane();
+  Machine::current().wait(what, [&] {
+    for (const auto& group : lane.bulk_groups) {
+      if (group->committed && (*group).*left > 0) return false;
+    }
+    return true;
+  });
+}
+
 // Every 16-bit number as a float.
 const float* Numbers(bool half) {
   static const auto make = [](float (*from)(uint16_t)) {
@@ -153,24 +175,37 @@ const float* Numbers(bool half) {
   return half ? halves.data() : bfloats.data();
 }
 
-// Of an operand in shared memory, elements [first, first + count) along M or N and all 16 along K: to[k * along_k +
-// mn * along_mn].
-void ReadOperand(const Cta& cta, uint64_t descriptor, bool transposed, bool half, int first, int count, float* to,
-                 int along_k, int along_mn) {
-  const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
-  const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
-  const float* const numbers = Numbers(half);
-  for (int k = 0; k < 16; ++k) {
-    for (int i = 0; i < count; ++i) {
-      const int mn = first + i;
-      const uint32_t address = transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                                          : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
-      uint16_t bits;
-      std::memcpy(&bits, cta.memory + Swizzled(address), 2);
-      to[k * along_k + i * along_mn] = numbers[bits];
+// An operand in shared memory, as a matrix descriptor tells of it; transposed: its rows are along K.
+struct Operand {
+  uint32_t start, leading, stride;
+  bool transposed;
+
+  Operand(uint64_t descriptor, bool transposed)
+      : start((descriptor & 0x3fff) << 4),
+        leading((descriptor >> 16 & 0x3fff) << 4),
+        stride((descriptor >> 32 & 0x3fff) << 4),
+        transposed(transposed) {}
+
+  // Of element (mn, k), before the swizzle; mn is along M or N.
+  uint32_t address(int mn, int k) const {
+    return transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
+                      : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
+  }
+  // The end of the row of 128 bytes that the last element of all is in.
+  uint32_t end(int count) const { return (address(count - 1, 15) | 127) + 1; }
+
+  // Elements [first, first + count) along M or N and all 16 along K: to[k * along_k + mn * along_mn].
+  void read(const Cta& cta, bool half, int first, int count, float* to, int along_k, int along_mn) const {
+    const float* const numbers = Numbers(half);
+    for (int k = 0; k < 16; ++k) {
+      for (int i = 0; i < count; ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, cta.memory + Swizzled(address(first + i, k)), 2);
+        to[k * along_k + i * along_mn] = numbers[bits];
+      }
     }
   }
-}
+};
 
 float Unpack(uint32_t word, int which, bool half) {
   return Numbers(half)[static_cast<uint16_t>(word >> 16 * which)];
@@ -189,14 +224,11 @@ void IssueProduct(const Product& product) {
         machine.fail("wgmma with other descriptors in other lanes");
       }
     }
-    for (const uint64_t descriptor : {first.b_descriptor, first.a == nullptr ? first.a_descriptor : first.b_descriptor}) {
+    const auto check = [&](uint64_t descriptor, int count, bool transposed) {
       if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) machine.fail("a matrix descriptor that is not modelled");
-    }
-    const auto check = [&](uint64_t descriptor, int rows, bool transposed) {
-      const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
-      const uint32_t stride = (descriptor >> 32 & 0x3fff) << 4;
-      const uint32_t last = transposed ? (rows - 1) / 64 * leading + stride + 8 * 128 : (rows - 1) / 8 * stride + 8 * 128;
-      if (start + last > machine.cta().bytes + 1024) machine.fail("a matrix operand past the end of shared memory");
+      if (Operand(descriptor, transposed).end(count) > machine.cta().bytes) {
+        machine.fail("a matrix operand past the end of shared memory");
+      }
     };
     check(first.b_descriptor, first.n, first.b_transposed);
     if (first.a == nullptr) check(first.a_descriptor, 64, first.a_transposed);
@@ -208,8 +240,8 @@ void IssueProduct(const Product& product) {
     machine.later_product([=, lanes = std::move(lanes)] {
       const Product& one = lanes[0];
       float a[16 * 16], b[16 * 128], d[16 * 128];  // A [m, k], B [k, n], D [m, n]
-      ReadOperand(*cta, one.b_descriptor, one.b_transposed, one.half, 0, one.n, b, 128, 1);
-      if (one.a == nullptr) ReadOperand(*cta, one.a_descriptor, one.a_transposed, one.half, warp * 16, 16, a, 1, 16);
+      Operand(one.b_descriptor, one.b_transposed).read(*cta, one.half, 0, one.n, b, 128, 1);
+      if (one.a == nullptr) Operand(one.a_descriptor, one.a_transposed).read(*cta, one.half, warp * 16, 16, a, 1, 16);
       for (int lane = 0; lane < kLanes && one.a != nullptr; ++lane) {
         for (int r = 0; r < 4; ++r) {
           for (int which = 0; which < 2; ++which) {
@@ -345,12 +377,7 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
   Machine& machine = Machine::current();
   CheckShared(machine, Machine::offset(to), bytes, 16, "a bulk load");
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) machine.fail("a bulk load that is not aligned");
-  Barrier* const full = &BarrierAt(barrier);
-  uint8_t* const there = machine.at(to, bytes);
-  machine.later([=] {
-    std::memcpy(there, from, bytes);
-    CompleteBytes(*full, bytes);
-  });
+  WriteLater(to, bytes, barrier, [=](uint8_t* there) { std::memcpy(there, from, bytes); });
 }
 void bulk_store_once(void* to, uint32_t from, uint32_t bytes) {
   const uint8_t* const here = Machine::current().at(from, bytes);
@@ -358,24 +385,8 @@ void bulk_store_once(void* to, uint32_t from, uint32_t bytes) {
         [=](const std::vector<uint8_t>& read) { std::memcpy(to, read.data(), bytes); });
 }
 void tma_store_commit() { OpenGroup(Machine::current().lane())->committed = true; }
-void tma_store_wait_read() {
-  Lane& lane = Machine::current().lane();
-  Machine::current().wait("bulk stores to be read", [&] {
-    for (const auto& group : lane.bulk_groups) {
-      if (group->committed && group->unread > 0) return false;
-    }
-    return true;
-  });
-}
-void tma_store_wait() {
-  Lane& lane = Machine::current().lane();
-  Machine::current().wait("bulk stores", [&] {
-    for (const auto& group : lane.bulk_groups) {
-      if (group->committed && group->unwritten > 0) return false;
-    }
-    return true;
-  });
-}
+void tma_store_wait_read() { WaitForStores("bulk stores to be read", &BulkGroup::unread); }
+void tma_store_wait() { WaitForStores("bulk stores", &BulkGroup::unwritten); }
 
 void ldmatrix(uint32_t* to, uint32_t from) {
   Machine& machine = Machine::current();
@@ -416,13 +427,7 @@ uint32_t address_in(int rank, uint32_t address) {
   return Machine::offset(address) | static_cast<uint32_t>(rank) << kRankShift;
 }
 void store_async(uint32_t to, int value, uint32_t barrier) {
-  Machine& machine = Machine::current();
-  uint8_t* const there = machine.at(to, 4);
-  Barrier* const full = &BarrierAt(barrier);
-  machine.later([=] {
-    std::memcpy(there, &value, 4);
-    CompleteBytes(*full, 4);
-  });
+  WriteLater(to, sizeof value, barrier, [=](uint8_t* there) { std::memcpy(there, &value, sizeof value); });
 }
 
 namespace {
@@ -444,13 +449,14 @@ void ArriveAt(NamedBarrier& barrier, int threads, bool waits, const char* what) 
   if (waits) machine.wait(what, [&] { return barrier.phase != phase; });
 }
 
-}  // namespace
-
 NamedBarrier& Named(int id) {
   Machine& machine = Machine::current();
   if (id < 0 || id > 15) machine.fail("named barrier " + std::to_string(id) + ": want 0 to 15");
   return machine.cta().named[id];
 }
+
+}  // namespace
+
 void named_barrier_sync(int id, int threads) { ArriveAt(Named(id), threads, true, "a named barrier"); }
 void named_barrier_arrive(int id, int threads) { ArriveAt(Named(id), threads, false, "bar.arrive"); }
 void cluster_sync() {

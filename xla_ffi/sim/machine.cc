@@ -89,19 +89,37 @@ bool Machine::run_warp(Warp& warp) {
   return moved;
 }
 
+void Machine::later_into(Cta& cta, std::function<void()> work) {
+  later([&cta, work = std::move(work)] {
+    if (cta.ended) throw Error("CTA " + std::to_string(cta.index) + " has ended, and a copy into its shared memory has not");
+    work();
+  });
+}
+
+void Machine::do_copy(size_t index) {
+  std::function<void()> work = std::move(copies_[index]);
+  copies_[index] = std::move(copies_.back());
+  copies_.pop_back();
+  work();
+}
+
+void Machine::do_product(Warp& warp) {
+  std::function<void()> work = std::move(warp.products.front());
+  warp.products.pop_front();
+  work();
+  ++warp.products_done;
+}
+
 // Of the copies that are to be done, each with a chance of one in `one_in`.
 bool Machine::run_copies(int one_in) {
   bool moved = false;
   for (size_t i = 0; one_in > 0 && i < copies_.size();) {
     if (below(one_in) > 0) {
       ++i;
-      continue;
+    } else {
+      do_copy(i);
+      moved = true;
     }
-    std::function<void()> work = std::move(copies_[i]);
-    copies_[i] = std::move(copies_.back());
-    copies_.pop_back();
-    work();
-    moved = true;
   }
   return moved;
 }
@@ -109,10 +127,7 @@ bool Machine::run_copies(int one_in) {
 bool Machine::run_products(Warp& warp, int one_in) {
   bool moved = false;
   while (one_in > 0 && !warp.products.empty() && below(one_in) == 0) {
-    std::function<void()> work = std::move(warp.products.front());
-    warp.products.pop_front();
-    work();
-    ++warp.products_done;
+    do_product(warp);
     moved = true;
   }
   return moved;
@@ -123,19 +138,12 @@ bool Machine::run_one_unit() {
   const size_t first = below(static_cast<int>(live_.size()) + 1);  // warps and the copies take turns
   for (size_t i = 0; i <= live_.size(); ++i) {
     const size_t at = (first + i) % (live_.size() + 1);
-    if (at == live_.size()) {
-      if (copies_.empty()) continue;
-      std::swap(copies_[below(static_cast<int>(copies_.size()))], copies_.back());
-      std::function<void()> work = std::move(copies_.back());
-      copies_.pop_back();
-      work();
+    if (at < live_.size() && !live_[at]->products.empty()) {
+      do_product(*live_[at]);
       return true;
     }
-    if (!live_[at]->products.empty()) {
-      std::function<void()> work = std::move(live_[at]->products.front());
-      live_[at]->products.pop_front();
-      work();
-      ++live_[at]->products_done;
+    if (at == live_.size() && !copies_.empty()) {
+      do_copy(below(static_cast<int>(copies_.size())));
       return true;
     }
   }

@@ -166,6 +166,8 @@ class Machine {
 
   // Has `work` done some time later, by a unit that copies.
   void later(std::function<void()> work) { copies_.push_back(std::move(work)); }
+  // The same, of work that writes a CTA's shared memory: by then it may not have ended.
+  void later_into(Cta& cta, std::function<void()> work);
   // Or by the tensor cores, after what the running warp gave them before.
   void later_product(std::function<void()> work);
 
@@ -176,6 +178,8 @@ class Machine {
   void start_cta(int index);
   void end_cta(Cta& cta);
   bool run_warp(Warp& warp);
+  void do_copy(size_t index);
+  void do_product(Warp& warp);
   bool run_copies(int one_in);
   bool run_products(Warp& warp, int one_in);
   bool run_one_unit();

@@ -1,5 +1,6 @@
-// A matrix product D = sum over t of A[t] B[t]^T, [64, 64] each, through everything the kernels are made of: tensor maps, TMA
-// into a ring, mbarriers, matrix descriptors, wgmma, TMA stores. As it should be and with one mistake in it at a time.
+// A matrix product D = sum over t of A[t] B[t]^T, [64, 64] each, through everything the kernels are made of: tensor
+// maps, TMA into a ring, mbarriers, matrix descriptors, wgmma, TMA stores. As it should be and with one mistake in it
+// at a time.
 //
 //   micro NAME [SEED]: prints "right", or what is wrong; NAME is one of kNames.
 //
@@ -32,6 +33,7 @@ enum Mistake {
   kReturnsEarly, kTooManyRegisters, kMisalignedLoad, kNoWaitForStore, kTooFewBytes,
   kNotAllAtBarrier,
 };
+static_assert(sizeof kNames / sizeof *kNames == kNotAllAtBarrier + 1);
 
 constexpr int kSize = 64, kSteps = 7, kSlots = 2, kTileBytes = kSize * 128;
 constexpr int kThreads = 3 * kWarpgroup;  // 168 registers each at launch
@@ -118,9 +120,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 int Number(int i, int j, int k) { return (i * 7 + j * 13 + k * 5) % 5 - 2; }
 
 uint16_t Bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const __nv_bfloat162 rounded = __floats2bfloat162_rn(x, x);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded.x, 2);
+  return bits;
 }
 
 std::string Run(Mistake mistake) {
@@ -139,8 +142,11 @@ std::string Run(Mistake mistake) {
   std::string error = EncodeTokens(&maps[0], DType::kBFloat16, a, kSteps * kSize, 1, kSize, kSize, 1);
   if (error.empty()) error = EncodeTokens(&maps[1], DType::kBFloat16, b, kSteps * kSize, 1, kSize, kSize, 1);
   if (error.empty()) error = EncodeTokens(&maps[2], DType::kBFloat16, out, kSize, 1, kSize, 16, 1);
-  if (error.empty()) error = Said(cudaFuncSetAttribute(micro, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-  if (error.empty()) error = Said(Launch(micro, 1, 1, kThreads, sizeof(Shared), nullptr, Arguments{mistake}, maps[0], maps[1], maps[2]));
+  constexpr int kBytes = sizeof(Shared);
+  if (error.empty()) error = Said(cudaFuncSetAttribute(micro, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  if (error.empty()) {
+    error = Said(Launch(micro, 1, 1, kThreads, kBytes, nullptr, Arguments{mistake}, maps[0], maps[1], maps[2]));
+  }
   if (error.empty()) error = Said(cudaDeviceSynchronize());
   if (!error.empty()) return error;
   int wrong = 0;
