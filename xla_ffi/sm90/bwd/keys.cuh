@@ -76,6 +76,7 @@ class KeyConsumer {
     reader_.clear_rows(query_slot, queries);
     pin(d_value_);
     pin(d_key_);
+    ColumnValues lse(reader_.row_values(query_slot));
     wgmma_fence();
     multiply_columns<T, kHeadDim>(logits_, key, reader_.operand(query_slot));
     while (true) {  // the logits of this step are under way
@@ -86,7 +87,6 @@ class KeyConsumer {
       wgmma_fence();
       multiply_columns<T, kHeadDim>(d_weights_, value, reader_.operand(d_out_slot));
 
-      const ColumnValues lse(reader_.row_values(query_slot));  // loads would not pass the wait by themselves
       wgmma_wait<1>();
       pin(logits_);
       weigh(lse, queries);
@@ -115,6 +115,7 @@ class KeyConsumer {
         return;
       }
       reader_.clear_rows(next_slot, next);
+      lse = ColumnValues(reader_.row_values(next_slot));  // loads would not pass the waits by themselves
       pin(logits_);
       wgmma_fence();
       multiply_columns<T, kHeadDim>(logits_, key, reader_.operand(next_slot));

@@ -224,7 +224,6 @@ class Keeper {
       stmatrix(stage + row * 128 + ((2 * k + lane / 16) ^ row % 8) * 16, low ? x[0] : 0, high ? x[1] : 0,
                low ? x[2] : 0, high ? x[3] : 0);
     }
-    fence_proxy_async();
     say(block);
   }
 
@@ -238,7 +237,6 @@ class Keeper {
     for (int block = 0; block < kBlocks; ++block) {
       wait();
       stage_rows<T>(shared_address(smem_.stages[consumer_][stage_.at]), rows, block, factor, counts);
-      fence_proxy_async();
       if (threadIdx.x % kWarpgroup == 0) smem_.stage_rows[consumer_][stage_.at] = {head, first_token};
       say(kFirstGradient - (gradient * kBlocks + block));
     }
@@ -281,6 +279,9 @@ __device__ void store_stages(Smem& smem, const Arguments& args, const Maps& maps
     const int note = uniform(smem.stage_notes[consumer][stage.at]);
     if (note == kStoringEnds) return;
     if (elect()) {
+      // Of what the consumer wrote. Here, not there, where it would wait for the writes: the memory model wants it anywhere
+      // between them and the copy, in the same CTA.
+      fence_proxy_async();
       const uint32_t from = shared_address(smem.stages[consumer][stage.at]);
       if (note <= kFirstCounter) {
         tma_store_wait();
