@@ -20,6 +20,12 @@
 
 namespace vsa::sm90 {
 
+// Items start evenly spread over their walks, each about where those before it have come to by then: all that run at a time
+// read the same part of Q and dO, which stays in the L2. Where an item starts depends on its number alone, so sums have one
+// order. About this many run at a time, since a fifth of the SMs sum dQ; another number costs time only.
+template <class Smem>
+constexpr int kItemsAtOnce = 100 * Smem::kStreams;
+
 // The loads of a key item, `item` of kv head `kv` (of B * K). await() is called before its keys are loaded;
 // kept(query head, query tile, place) says where the gradients of the first blocks of a pair are kept.
 template <class Smem, class Arguments, class Await, class Kept>
@@ -31,11 +37,15 @@ __device__ void load_key_item(Loader<Smem>& loader, const Arguments& args, const
   const int size = args.pairs.key_sizes[batch * shape.key_tiles + key_tile];
   const int valid = min(max(size - token % tile_size, 0), Smem::kItemRows);
   const int groups = static_cast<int>(shape.groups());
-  for (int head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
+  const int start = item % kItemsAtOnce<Smem> * (QueryTiles::kWhole * groups / kItemsAtOnce<Smem>);
+  const int first_group = start / QueryTiles::kWhole, from = start % QueryTiles::kWhole;
+  for (int part = 0; part <= groups; ++part) {  // the last is what the first has left out
+    const int head = kv_head * groups + (first_group + part) % groups;
     const int64_t row = batch * shape.heads + head;
     QueryTiles tiles(shape, args.pairs, batch, args.transposed.offsets + row * (shape.key_tiles + 1),
-                     args.transposed.entries + row * shape.rows() * shape.width, key_tile);
-    if (head == kv_head * groups) {  // not sooner: the loads that begin a list depend on each other
+                     args.transposed.entries + row * shape.rows() * shape.width, key_tile, part == 0 ? from : 0,
+                     part == groups ? from : QueryTiles::kWhole);
+    if (part == 0) {  // not sooner: the loads that begin a list depend on each other
       await();
       loader.load_resident(&maps.key, &maps.value, {batch, kv_head, token, valid},
                            batch * static_cast<int>(shape.key_length()) + token);

@@ -86,10 +86,8 @@ class Loader {
   __device__ void run(int* tickets, int items, DoItem item) {
     // Drawn, the first too: none may belong to a CTA that does not run yet, for spill.cu waits for earlier tickets.
     const auto draw = [&] { return lane_ == 0 ? atomicAdd(tickets, 1) : 0; };
-    for (int ticket = uniform(draw()); ticket < items;) {
-      const int next = draw();
+    for (int ticket; (ticket = uniform(draw())) < items;) {
       if (item(ticket)) mark(kItemEnds);
-      ticket = uniform(next);
     }
     mark(kWorkEnds);
   }

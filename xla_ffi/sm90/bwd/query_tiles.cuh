@@ -8,16 +8,21 @@
 namespace vsa::sm90 {
 
 // Every query tile that keeps `key_tile` and has valid slots: the dense rows, then all others for a prefix tile, else
-// those that list it. offsets and entries: of this head, as in parts.h. All methods are for a whole warp, in step.
+// those that list it; of these the ones from `begin` to `end`, in parts of kWhole of their number. offsets and entries: of
+// this head, as in parts.h. All methods are for a whole warp, in step.
 class QueryTiles {
  public:
+  static constexpr int kWhole = 1 << 14;
+
   __device__ QueryTiles(const Shape& shape, const Pairs& pairs, int batch, const int32_t* offsets,
-                        const int32_t* entries, int key_tile)
+                        const int32_t* entries, int key_tile, int begin, int end)
       : shape_(shape), pairs_(pairs), batch_(batch), key_tile_(key_tile) {
     const bool everywhere = key_tile < shape.num_prefix_tiles;
     first_listed_ = static_cast<int>(everywhere ? shape.query_tiles : shape.num_dense_rows);
     const int first = everywhere ? 0 : offsets[key_tile];
-    total_ = first_listed_ + (everywhere ? 0 : offsets[key_tile + 1] - first);
+    const int total = first_listed_ + (everywhere ? 0 : offsets[key_tile + 1] - first);
+    base_ = static_cast<int>(int64_t{total} * begin / kWhole);
+    end_ = static_cast<int>(int64_t{total} * end / kWhole);
     list_ = entries + first - first_listed_;
     next();
   }
@@ -31,7 +36,7 @@ class QueryTiles {
 
   __device__ void next() {
     left_ &= left_ - 1;
-    for (; left_ == 0 && base_ < total_; base_ += 32) fetch();
+    for (; left_ == 0 && base_ < end_; base_ += 32) fetch();
   }
 
  private:
@@ -40,7 +45,7 @@ class QueryTiles {
     int tile = base_ + threadIdx.x % 32;
     lane_size_ = 0;
     lane_place_ = key_tile_;
-    if (tile < total_) {
+    if (tile < end_) {
       if (tile >= first_listed_) {
         const int entry = list_[tile], width = static_cast<int>(shape_.width);
         tile = entry / width;
@@ -58,7 +63,7 @@ class QueryTiles {
   const Pairs& pairs_;
   const int batch_, key_tile_;
   const int32_t* list_;
-  int first_listed_, total_, base_ = 0;
+  int first_listed_, base_, end_;
   int lane_tile_, lane_size_, lane_place_;  // this lane's
   unsigned left_ = 0;                       // lanes whose tiles are still to come, that at hand among them
 };

@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kStreams>
 Schedule MakeSchedule(const Shape& shape) {
-  constexpr int kLagItems = 264;  // two a processor: by then the last of a head have finished
+  constexpr int kLagItems = 400;  // three a processor: by then the last of a head have finished
   constexpr int kRows = Memory<kStreams>::kItemRows;
   Schedule schedule;
   schedule.heads = static_cast<int>(shape.batch * shape.kv_heads);
@@ -387,7 +387,7 @@ Schedule MakeSchedule(const Shape& shape) {
   schedule.ratio = (schedule.query_items + schedule.key_items - 1) / schedule.key_items;
   schedule.lag = schedule.key_items + kLagItems * kStreams;
   // By the time a buffer comes round, the query items that read it are a processor's item behind.
-  const int late = kLagItems * kStreams * 3 / 2;
+  const int late = (kLagItems + 132) * kStreams;
   schedule.buffers = std::min(schedule.heads, 2 + (late + schedule.key_items - 1) / schedule.key_items);
   schedule.all_key_items = schedule.heads * schedule.key_items;
   schedule.places = schedule.key_items * schedule.ratio;
