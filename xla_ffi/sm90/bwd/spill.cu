@@ -33,9 +33,9 @@
 // padded queries are 0. Blocks of query rows without valid rows are never written; what is read there reaches only
 // rows of dQ that are written as 0.
 //
-// Bound: the L2, 160 KB a pair of tiles of 128, and power. Measured (as in dkdv.cu, but 2026-12-01, 5 products counted,
-// transposing included): tiles of 128 7.02 ms, 516 TFLOP/s; 256 6.94 ms, 522; 64 7.62 to 7.71 ms, 470 to 476. In one
-// profiled run (6.06 ms at 1.58 GHz) the tensor cores were busy 70 % of the time, the L2 83 %, DRAM 59 %.
+// Bound: power, and the L2 (160 KB a pair of tiles of 128; 67 % busy in a profiled run). Measured (as in dkdv.cu, but
+// 2026-12-01, 5 products counted, transposing included): tiles of 128 6.58 ms, 551 TFLOP/s; 256 6.56 ms, 552; 64 7.30 ms,
+// 496. ../README.md has how it came to that.
 #include <algorithm>
 
 #include "../launch.cuh"
