@@ -17,7 +17,14 @@ FLAGS = [
   "-Wno-psabi",
   "-DVSA_SIM",
 ]
-FILES = ("sim/fiber.cc", "sim/machine.cc", "sim/hopper.cc", "sm90/tensor_map.cc", "tests/micro.cu")
+FILES = (
+  "sim/fiber.cc",
+  "sim/machine.cc",
+  "sim/memory.cc",
+  "sim/hopper.cc",
+  "sm90/tensor_map.cc",
+  "tests/micro.cu",
+)
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -78,5 +85,5 @@ def test_a_mistake_is_found_under_any_schedule(micro, mistake):
 def test_a_deadlock_says_who_waits_for_what(micro):
   assert "waits for registers" in micro("too_many_registers", 0)
   said = micro("no_release", 0)
-  assert "warp 4 lane 0 waits for mbarrier" in said
+  assert "warp 4 lane 0 waits for the mbarrier at " in said
   assert said.startswith("deadlock:\n  CTA 0 warp ")

@@ -11,7 +11,7 @@
 #include "xla_ffi/dispatch.h"
 #endif
 #ifdef VSA_SIMULATOR
-#include "xla_ffi/sim/sm90.h"
+#include "xla_ffi/sim/kernels.h"
 #endif
 
 namespace nb = nanobind;
@@ -91,7 +91,7 @@ NB_MODULE(_vsa_jax_ffi, module) {
 #endif
 #ifdef VSA_SIMULATOR
   module.def("cuda_sim_workspaces",
-             &WorkspacesOf<vsa::sim::ForwardWorkspaceSm90, vsa::sim::BackwardWorkspaceSm90>);
-  module.def("set_simulator", &vsa::sim::Set, nb::arg("seed"), nb::arg("processors"));
+             &WorkspacesOf<vsa::sim::ForwardWorkspace, vsa::sim::BackwardWorkspace>);
+  module.def("set_simulator", &vsa::sim::Set, nb::arg("seed"), nb::arg("processors"), nb::arg("major") = 10);
 #endif
 }

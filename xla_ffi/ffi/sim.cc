@@ -1,7 +1,7 @@
 // XLA FFI handlers of the CUDA kernels as the simulator runs them, on a CPU.
 #include "xla_ffi/ffi/arguments.h"
 #include "xla_ffi/ffi/handlers.h"
-#include "xla_ffi/sim/sm90.h"
+#include "xla_ffi/sim/kernels.h"
 
 namespace vsa {
 namespace {
@@ -16,13 +16,13 @@ ffi::Error Run(const ffi::ErrorOr<Params>& params, std::string (*kernel)(const P
 ffi::Error Forward(double scale, int64_t num_prefix_tiles, int64_t num_dense_rows, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
   const Attributes attributes{scale, num_prefix_tiles, num_dense_rows};
-  return Run(ForwardArguments(attributes, {args, rets}, sim::ForwardWorkspaceSm90), sim::ForwardSm90);
+  return Run(ForwardArguments(attributes, {args, rets}, sim::ForwardWorkspace), sim::Forward);
 }
 
 ffi::Error Backward(double scale, int64_t num_prefix_tiles, int64_t num_dense_rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets) {
   const Attributes attributes{scale, num_prefix_tiles, num_dense_rows};
-  return Run(BackwardArguments(attributes, {args, rets}, sim::BackwardWorkspaceSm90), sim::BackwardSm90);
+  return Run(BackwardArguments(attributes, {args, rets}, sim::BackwardWorkspace), sim::Backward);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 #include "hopper.h"
 
-#include <cuda_bf16.h>
-
 #include <cmath>
 #include <cstring>
+
+#include "memory.h"
 
 using vsa::sim::Barrier;
 using vsa::sim::BulkGroup;
@@ -38,31 +38,6 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
 
 namespace vsa::sim {
 namespace {
-
-// The 128-byte swizzle: by the address.
-uint32_t Swizzled(uint32_t offset) { return offset ^ ((offset >> 7 & 7) << 4); }
-
-void Complete(Barrier& barrier) {
-  if (barrier.pending == 0 && barrier.bytes == 0) {
-    barrier.pending = barrier.count;
-    ++barrier.phase;
-  }
-}
-void CompleteBytes(Barrier& barrier, int64_t bytes) {
-  barrier.bytes -= bytes;
-  Complete(barrier);
-}
-void Arrive(Machine& machine, Barrier& barrier, uint32_t count) {
-  if (barrier.pending < count) machine.fail("more arrivals at an mbarrier than it was made for");
-  barrier.pending -= count;
-  Complete(barrier);
-}
-bool Done(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
-
-Barrier& BarrierAt(uint32_t address) {
-  Machine& machine = Machine::current();
-  return machine.barrier(machine.cta_of(address), Machine::offset(address));
-}
 
 // Copies a box between global and a CTA's shared memory.
 template <class Copy>
@@ -114,18 +89,6 @@ void Load(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)
   }
 }
 
-// write(there) some time later, which `barrier` is told of.
-template <class Write>
-void WriteLater(uint32_t to, uint32_t bytes, uint32_t barrier, Write write) {
-  Machine& machine = Machine::current();
-  uint8_t* const there = machine.at(to, bytes);
-  Barrier* const full = &BarrierAt(barrier);
-  machine.later_into(machine.cta_of(to), [=] {
-    write(there);
-    CompleteBytes(*full, bytes);
-  });
-}
-
 std::shared_ptr<BulkGroup> OpenGroup(Lane& lane) {
   while (!lane.bulk_groups.empty() && lane.bulk_groups.front()->committed && lane.bulk_groups.front()->unwritten == 0) {
     lane.bulk_groups.pop_front();
@@ -164,53 +127,6 @@ void WaitForStores(const char* what, int BulkGroup::*left) {
   });
 }
 
-// Every 16-bit number as a float.
-const float* Numbers(bool half) {
-  static const auto make = [](float (*from)(uint16_t)) {
-    std::vector<float> numbers(1 << 16);
-    for (int i = 0; i < 1 << 16; ++i) numbers[i] = from(static_cast<uint16_t>(i));
-    return numbers;
-  };
-  static const std::vector<float> halves = make(FromFloat16), bfloats = make(FromBfloat16);
-  return half ? halves.data() : bfloats.data();
-}
-
-// An operand in shared memory, as a matrix descriptor tells of it; transposed: its rows are along K.
-struct Operand {
-  uint32_t start, leading, stride;
-  bool transposed;
-
-  Operand(uint64_t descriptor, bool transposed)
-      : start((descriptor & 0x3fff) << 4),
-        leading((descriptor >> 16 & 0x3fff) << 4),
-        stride((descriptor >> 32 & 0x3fff) << 4),
-        transposed(transposed) {}
-
-  // Of element (mn, k), before the swizzle; mn is along M or N.
-  uint32_t address(int mn, int k) const {
-    return transposed ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                      : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
-  }
-  // The end of the row of 128 bytes that the last element of all is in.
-  uint32_t end(int count) const { return (address(count - 1, 15) | 127) + 1; }
-
-  // Elements [first, first + count) along M or N and all 16 along K: to[k * along_k + mn * along_mn].
-  void read(const Cta& cta, bool half, int first, int count, float* to, int along_k, int along_mn) const {
-    const float* const numbers = Numbers(half);
-    for (int k = 0; k < 16; ++k) {
-      for (int i = 0; i < count; ++i) {
-        uint16_t bits;
-        std::memcpy(&bits, cta.memory + Swizzled(address(first + i, k)), 2);
-        to[k * along_k + i * along_mn] = numbers[bits];
-      }
-    }
-  }
-};
-
-float Unpack(uint32_t word, int which, bool half) {
-  return Numbers(half)[static_cast<uint16_t>(word >> 16 * which)];
-}
-
 }  // namespace
 
 void IssueProduct(const Product& product) {
@@ -237,7 +153,7 @@ void IssueProduct(const Product& product) {
     }
     const Cta* const cta = &machine.cta();
     const int warp = machine.warp().index % 4;
-    machine.later_product([=, lanes = std::move(lanes)] {
+    machine.warp().products.push([=, lanes = std::move(lanes)] {
       const Product& one = lanes[0];
       float a[16 * 16], b[16 * 128], d[16 * 128];  // A [m, k], B [k, n], D [m, n]
       Operand(one.b_descriptor, one.b_transposed).read(*cta, one.half, 0, one.n, b, 128, 1);
@@ -329,7 +245,8 @@ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 }
 void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   const Barrier& there = BarrierAt(barrier);
-  Machine::current().wait("mbarrier", [&] { return Done(there, parity); });
+  Machine::current().wait("the mbarrier at " + std::to_string(Machine::offset(barrier)) + ", parity " + std::to_string(parity),
+                          [&] { return Done(there, parity); });
 }
 bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) { return Done(BarrierAt(barrier), parity); }
 // May fail for no reason.
@@ -485,7 +402,7 @@ void wgmma_fence() { __syncwarp(); }
 void wgmma_commit() {
   Machine::current().together<bool, bool>("wgmma.commit_group", true, [](const bool* const*, bool* const*) {
     Warp& warp = Machine::current().warp();
-    warp.product_groups.push_back(warp.products_issued);
+    warp.product_groups.push_back(warp.products.issued);
   });
 }
 void wgmma_wait_for(int pending) {
@@ -494,7 +411,7 @@ void wgmma_wait_for(int pending) {
   __syncwarp();
   machine.wait("matrix products", [&] {
     const auto groups = static_cast<int>(warp.product_groups.size());
-    return groups <= pending || warp.products_done >= warp.product_groups[groups - 1 - pending];
+    return groups <= pending || warp.products.done >= warp.product_groups[groups - 1 - pending];
   });
   __syncwarp();
 }

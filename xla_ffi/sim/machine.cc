@@ -15,7 +15,7 @@ std::atomic<int> processors = 4;
 
 }  // namespace
 
-void Set(uint64_t seed, int count) {
+void SetDevice(uint64_t seed, int count) {
   if (count < 2) throw std::invalid_argument("processors: got " + std::to_string(count) + ", want 2 or more");
   const std::lock_guard lock(device);
   next_seed = seed;
@@ -67,10 +67,14 @@ Barrier& Machine::barrier(Cta& there, uint32_t at) {
   return found->second;
 }
 
-void Machine::later_product(std::function<void()> work) {
-  Warp& warp = this->warp();
-  ++warp.products_issued;
-  warp.products.push_back(std::move(work));
+int Machine::cancel_cta() {
+  if (launch_->cluster != 1) fail("try_cancel in a launch of clusters is not modelled");
+  // None left; or the hardware has other plans.
+  if (waiting_.empty() || below(8) == 0) return -1;
+  const auto at = waiting_.begin() + below(static_cast<int>(waiting_.size()));
+  const int index = *at;
+  waiting_.erase(at);
+  return index;
 }
 
 bool Machine::run_warp(Warp& warp) {
@@ -103,13 +107,6 @@ void Machine::do_copy(size_t index) {
   work();
 }
 
-void Machine::do_product(Warp& warp) {
-  std::function<void()> work = std::move(warp.products.front());
-  warp.products.pop_front();
-  work();
-  ++warp.products_done;
-}
-
 // Of the copies that are to be done, each with a chance of one in `one_in`.
 bool Machine::run_copies(int one_in) {
   bool moved = false;
@@ -124,12 +121,37 @@ bool Machine::run_copies(int one_in) {
   return moved;
 }
 
-bool Machine::run_products(Warp& warp, int one_in) {
-  bool moved = false;
-  while (one_in > 0 && !warp.products.empty() && below(one_in) == 0) {
-    do_product(warp);
-    moved = true;
+namespace {
+
+// All that works for a warp, and for its CTA.
+template <class Visit>
+void ForQueues(Warp& warp, Visit visit) {
+  visit(warp.products);
+  visit(warp.tensor_loads);
+  visit(warp.tensor_stores);
+  visit(warp.cta->tensor.products);
+}
+
+// An arrival that is due, if any.
+bool Commit(Tensor& tensor) {
+  for (auto commit = tensor.commits.begin(); commit != tensor.commits.end(); ++commit) {
+    if (commit->by->tensor_done < commit->products) continue;
+    commit->arrive();
+    tensor.commits.erase(commit);
+    return true;
   }
+  return false;
+}
+
+}  // namespace
+
+bool Machine::run_queues(Warp& warp, int one_in) {
+  bool moved = false;
+  const auto lets = [&] { return one_in > 0 && below(one_in) == 0; };
+  ForQueues(warp, [&](Queue& queue) {
+    for (; !queue.work.empty() && lets(); moved = true) queue.pop();
+  });
+  if (!warp.cta->tensor.commits.empty() && lets()) moved |= Commit(warp.cta->tensor);
   return moved;
 }
 
@@ -138,11 +160,16 @@ bool Machine::run_one_unit() {
   const size_t first = below(static_cast<int>(live_.size()) + 1);  // warps and the copies take turns
   for (size_t i = 0; i <= live_.size(); ++i) {
     const size_t at = (first + i) % (live_.size() + 1);
-    if (at < live_.size() && !live_[at]->products.empty()) {
-      do_product(*live_[at]);
-      return true;
-    }
-    if (at == live_.size() && !copies_.empty()) {
+    if (at < live_.size()) {
+      Warp& warp = *live_[at];
+      bool moved = Commit(warp.cta->tensor);
+      ForQueues(warp, [&](Queue& queue) {
+        if (moved || queue.work.empty()) return;
+        queue.pop();
+        moved = true;
+      });
+      if (moved) return true;
+    } else if (!copies_.empty()) {
       do_copy(below(static_cast<int>(copies_.size())));
       return true;
     }
@@ -164,8 +191,8 @@ void Machine::report_deadlock() {
 }
 
 void Machine::start_cta(int index) {
-  ctas_.push_back(std::make_unique<Cta>());
-  Cta& cta = *ctas_.back();
+  ctas_[index] = std::make_unique<Cta>();
+  Cta& cta = *ctas_[index];
   cta.index = index;
   cta.rank = index % launch_->cluster;
   cta.bytes = launch_->shared_bytes;
@@ -203,10 +230,17 @@ void Machine::end_cta(Cta& cta) {
       }
       lane.fiber.reset();
     }
-    if (warp.products_done != warp.products_issued) {
+    if (!warp.products.work.empty()) {
       throw Error(place(warp.lanes[0]) + " has returned, and its matrix products are still running");
     }
+    if (!warp.tensor_loads.work.empty() || !warp.tensor_stores.work.empty()) {
+      throw Error(place(warp.lanes[0]) + " has returned, and has not waited for its loads and stores of tensor memory");
+    }
   }
+  if (!cta.tensor.products.work.empty() || !cta.tensor.commits.empty()) {
+    throw Error("CTA " + std::to_string(cta.index) + " has ended, and its matrix products, or commits of them, have not");
+  }
+  if (cta.tensor.columns > 0) throw Error("CTA " + std::to_string(cta.index) + " has not given back its tensor memory");
   cta.ended = true;
 }
 
@@ -222,12 +256,16 @@ void Machine::run(const Launch& launch) {
   }
   if (launch.grid.x % launch.cluster != 0) throw Error("a grid that is not whole clusters");
   // As many clusters at once as there is room for, at least one; another when one has ended.
-  const int ctas = static_cast<int>(launch.grid.x);
+  ctas_.resize(launch.grid.x);
+  for (int i = static_cast<int>(launch.grid.x) - 1; i >= 0; --i) waiting_.push_back(i);
   const int room = std::max(1, Processors() / launch.cluster) * launch.cluster;
   int running = 0;
   while (true) {
-    while (running + launch.cluster <= room && static_cast<int>(ctas_.size()) < ctas) {
-      for (int i = 0; i < launch.cluster; ++i) start_cta(static_cast<int>(ctas_.size()));
+    while (running + launch.cluster <= room && !waiting_.empty()) {
+      for (int i = 0; i < launch.cluster; ++i) {
+        start_cta(waiting_.back());
+        waiting_.pop_back();
+      }
       running += launch.cluster;
     }
     if (live_.empty()) break;
@@ -236,7 +274,7 @@ void Machine::run(const Launch& launch) {
     for (Warp* warp : live_) {
       if (below(8) == 0) continue;  // so that warps run ahead of each other
       moved |= run_warp(*warp);
-      moved |= run_products(*warp, products_one_in_);
+      moved |= run_queues(*warp, products_one_in_);
       moved |= run_copies(copies_one_in_);
     }
     if (!moved) {

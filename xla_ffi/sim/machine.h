@@ -42,10 +42,28 @@ struct Lane {
   Warp* warp = nullptr;
   int index = 0;  // in its warp
   std::unique_ptr<Fiber> fiber;
-  const char* what = "";          // it waits for
+  std::string what;               // it waits for
   bool (*ready)(void*) = nullptr;  // null: it waits for nothing
   void* closure = nullptr;
   std::deque<std::shared_ptr<BulkGroup>> bulk_groups;
+  uint64_t tensor_issued = 0, tensor_done = 0;  // products of Blackwell
+};
+
+// Work of a unit that does one after the other, some time after it was given.
+struct Queue {
+  std::deque<std::function<void()>> work;
+  uint64_t issued = 0, done = 0;
+
+  void push(std::function<void()> one) {
+    ++issued;
+    work.push_back(std::move(one));
+  }
+  void pop() {
+    const std::function<void()> one = std::move(work.front());
+    work.pop_front();
+    one();
+    ++done;
+  }
 };
 
 struct Warp {
@@ -62,10 +80,11 @@ struct Warp {
   const void* inputs[kLanes];
   void* outputs[kLanes];
 
-  // Matrix products: started in order, and groups of those committed.
-  std::deque<std::function<void()>> products;
-  std::deque<uint64_t> product_groups;  // how many were issued up to the end of each committed group
-  uint64_t products_issued = 0, products_done = 0;
+  // Of Hopper: products, and how many were issued up to the end of each committed group.
+  Queue products;
+  std::deque<uint64_t> product_groups;
+  // Of Blackwell: between registers and tensor memory.
+  Queue tensor_loads, tensor_stores;
 };
 
 // mbarrier: arrivals and bytes that a phase still expects.
@@ -80,6 +99,22 @@ struct NamedBarrier {
   uint64_t phase = 0;
 };
 
+// Blackwell's tensor cores and their memory.
+struct Tensor {
+  static constexpr int kLanes = 128, kColumns = 512;
+  std::vector<uint32_t> memory;  // [lane, column]; empty before it is allocated
+  int columns = 0;               // of them, those allocated
+  bool permit = true;            // to allocate
+  Queue products;
+  // Arrivals at a barrier once a lane's first products are done.
+  struct Commit {
+    Lane* by;
+    uint64_t products;
+    std::function<void()> arrive;
+  };
+  std::vector<Commit> commits;
+};
+
 struct Cta {
   int index;  // in the grid
   int rank;   // in the cluster
@@ -91,6 +126,8 @@ struct Cta {
   std::unordered_map<uint32_t, Barrier> barriers;  // by offset
   NamedBarrier named[16];
   NamedBarrier of_cluster;  // of the first CTA of a cluster: all its threads'
+  Tensor tensor;
+  bool asked_in_vain = false;  // for a CTA to cancel
   int free_registers = 0;  // given back by setmaxnreg
 };
 
@@ -123,7 +160,7 @@ class Machine {
 
   // Lets others run until test() holds.
   template <class Test>
-  void wait(const char* what, const Test& test) {
+  void wait(const std::string& what, const Test& test) {
     Lane& lane = *running_;
     lane.what = what;
     lane.closure = const_cast<Test*>(&test);
@@ -168,8 +205,8 @@ class Machine {
   void later(std::function<void()> work) { copies_.push_back(std::move(work)); }
   // The same, of work that writes a CTA's shared memory: by then it may not have ended.
   void later_into(Cta& cta, std::function<void()> work);
-  // Or by the tensor cores, after what the running warp gave them before.
-  void later_product(std::function<void()> work);
+  // Takes a CTA that has not started, which then never does; -1: none. For clusters of one.
+  int cancel_cta();
 
   int below(int count) { return static_cast<int>(random_() % count); }
   [[noreturn]] void fail(const std::string& what);  // Error that says where
@@ -179,9 +216,8 @@ class Machine {
   void end_cta(Cta& cta);
   bool run_warp(Warp& warp);
   void do_copy(size_t index);
-  void do_product(Warp& warp);
   bool run_copies(int one_in);
-  bool run_products(Warp& warp, int one_in);
+  bool run_queues(Warp& warp, int one_in);
   bool run_one_unit();
   [[noreturn]] void report_deadlock();
   std::string place(const Lane& lane) const;
@@ -189,7 +225,8 @@ class Machine {
   std::mt19937_64 random_;
   const Launch* launch_ = nullptr;
   Lane* running_ = nullptr;
-  std::vector<std::unique_ptr<Cta>> ctas_;  // those started; in order
+  std::vector<std::unique_ptr<Cta>> ctas_;  // by number: those started
+  std::vector<int> waiting_;                // numbers of the others, the next last
   std::vector<Warp*> live_;  // warps
   std::vector<std::function<void()>> copies_;
   int copies_one_in_, products_one_in_;  // how likely they are done when they could be; 0: only when nothing else can
@@ -198,7 +235,7 @@ class Machine {
 
 // The device that launches go to: one launch after the other, whatever thread they come from, each with the seed after
 // that of the one before. `processors`, 2 or more: SMs, with a CTA each.
-void Set(uint64_t seed, int processors);
+void SetDevice(uint64_t seed, int processors);
 int Processors();
 void Run(const Launch& launch);
 

@@ -15,12 +15,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "elements.cuh"
 #include "ptx.cuh"
 
 namespace vsa::sm90 {
-
-constexpr int kSwizzleColumns = 64;      // elements of a 128-byte row
-constexpr int kSwizzleAtomBytes = 1024;  // 8 rows: the swizzle repeats
 
 // A matrix in shared memory, as wgmma takes it (PTX ISA, "Matrix descriptor format"): addresses in units of 16
 // bytes. Only the low word changes from step to step, by constants: one uniform add per wgmma.
@@ -232,18 +230,6 @@ __device__ __forceinline__ void multiply_in_warp(float (&d)[kCount], const uint3
       mma<T>(d + row / 2, a + 4 * k, b);
       mma<T>(d + row / 2 + 4, a + 4 * k, b + 2);
     }
-  }
-}
-
-// (low, high) rounded to nearest even, in one register.
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    __half2 x = __floats2half2_rn(low, high);
-    return reinterpret_cast<uint32_t&>(x);
-  } else {
-    __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<uint32_t&>(x);
   }
 }
 

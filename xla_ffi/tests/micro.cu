@@ -170,7 +170,7 @@ int main(int count, char** words) {
     if (std::strcmp(words[1], vsa::sm90::kNames[i]) != 0) continue;
     std::string said;
 #ifdef VSA_SIM
-    vsa::sim::Set(count > 2 ? std::atoi(words[2]) : 0, 2);
+    vsa::sim::SetDevice(count > 2 ? std::atoi(words[2]) : 0, 2);
     try {
       said = vsa::sm90::Run(static_cast<vsa::sm90::Mistake>(i));
     } catch (const vsa::sim::Error& error) {
